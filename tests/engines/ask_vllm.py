@@ -18,7 +18,7 @@ def answer(question: dict[str, Any]) -> asking.Answer:
     folder, prompt, text = question["folder"], question["prompt"], question["text"]
     model = LLM(
         model=folder, dtype="float32", enforce_eager=True, max_model_len=256, skip_tokenizer_init=True, seed=0,
-        enable_prefix_caching=False,
+        enable_prefix_caching=False, trust_remote_code=question["code"],
     )  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=question["new"], ignore_eos=True, detokenize=False)
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)

@@ -67,9 +67,10 @@ def question(folder: Path, prompt: str, text: str, new: int = 64) -> dict[str, A
     starts = [text[: encoding.offsets[i][1]] for i in range(63)]
     prefixes = [start if tokenizer.encode(start).ids == scored[: i + 1] else None for i, start in enumerate(starts)]
     assert sum(prefix is not None for prefix in prefixes) > 32
+    config = json.loads((folder / "config.json").read_text())
     return {
         "folder": str(folder), "prompt_text": prompt, "prompt": ids, "text": scored, "prefixes": prefixes, "new": new,
-        "vocabulary": json.loads((folder / "config.json").read_text())["vocab_size"],
+        "vocabulary": config["vocab_size"], "code": "auto_map" in config,
     }  # fmt: skip
 
 
@@ -88,7 +89,8 @@ def ask(engine: Engine, questions: list[dict[str, Any]], folder: Path) -> list[A
 @torch.no_grad()
 def transformers(question: dict[str, Any]) -> Answer:
     """The answer of transformers, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(question["folder"], dtype=torch.float32).eval()
+    folder, code = question["folder"], question["code"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=code).eval()
     prompt, text = torch.tensor([question["prompt"]]), torch.tensor([question["text"]])
     settings = {"max_new_tokens": question["new"], "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     greedy = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, prompt.shape[1] :]

@@ -39,6 +39,8 @@ class Case:
 SIGMOID = {"score": "sigmoid", "init": {"std": 0.1}}
 SCALED = {"granularity": 2, "top_k": 2, "method": "virtual_group"}  # c = 2, which sigmoid targets hold as a key
 SHARED = {"shared": 1}  # as wide as a routed expert
+PART = {"shared": 0.25}  # of the FFN
+SLICES = {"experts": 4, "granularity": 4, "top_k": 4, "method": "virtual_group"}
 UNEVEN = {"router": {"normalize": False, "init": {"std": 0.1}}, "scale": "none"}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -99,11 +101,27 @@ CASES: dict[str, Case] = {
     "solar_open biases": Case("solar_open", "qwen2", asked=sigmoid()),
     "solar_open shared, scale": Case("solar_open", "llama", asked=sigmoid(SHARED, SCALED)),
     "solar_open not normalised": Case("solar_open", "llama", asked=unnormalised()),
+    "upcycled": Case("upcycled", "llama", asked=SLICES),
+    "upcycled sigmoid": Case("upcycled", "qwen3", asked=SLICES | sigmoid()),
+    "upcycled sigmoid, shared, tied": Case("upcycled", "qwen3", {"tie_word_embeddings": True}, asked=SLICES | sigmoid(PART)),
+    "upcycled shared": Case("upcycled", "llama", asked=SLICES | PART),
+    "upcycled dense layers": Case("upcycled", "llama", asked=SLICES | {"layers": "first-dense:1"}),
+    "upcycled copies": Case("upcycled", "llama"),
+    "upcycled free choice": Case("upcycled", "llama", asked=SLICES | {"router": {"choice": "any", "init": {"std": 0.1}}}),
+    "upcycled not normalised": Case("upcycled", "llama", asked=SLICES | UNEVEN),
+    "upcycled uneven": Case("upcycled", "llama", asked={"experts": 1, "granularity": 5, "top_k": 5, "method": "split"}),
+    "upcycled head_dim": Case("upcycled", "llama", {"head_dim": 64}, asked=SLICES),
+    "upcycled window": Case("upcycled", "mistral", {"sliding_window": 16}, asked=SLICES),
+    "upcycled llama3 rope": Case("upcycled", "llama", {"rope_parameters": LLAMA3}, asked=SLICES),
+    **{f"upcycled of {donor}": Case("upcycled", donor, asked=SLICES) for donor in (
+        "qwen2", "gemma2", "gemma3_text", "nemotron", "granite", "olmo2", "olmo3", "starcoder2", "gpt_neox", "phi3", "smollm3",
+    )},
 }  # fmt: skip
 # trained as well: the plain ones, and what training moves or an engine could take for neutral
 TRAINED = [name for name in CASES if " " not in name] + [
     "qwen2_moe shared", "qwen2_moe shared, not normalised", "qwen3_moe not normalised", "glm4_moe shared, scale",
-    "dots1 scale", "dots1 shared, scale", "solar_open shared, scale",
+    "dots1 scale", "dots1 shared, scale", "solar_open shared, scale", "upcycled sigmoid, shared, tied",
+    "upcycled of gemma3_text", "upcycled of nemotron",
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from upcycle.io import strict
 
 FILE = Path(__file__).with_name("engines.json")
 RIGHT = "right"
+FLAGS = {"transformers": "trust_remote_code=True", "vLLM": "--trust-remote-code"}  # for a folder that ships its code
 # the reasons behind some of the rows, by the engine's source: (engine, target, one of the asks that are to blame)
 BECAUSE: Mapping[tuple[str, str, str], str] = {
     (engine, target, ask): why for engine, target, ask, why in json.loads(FILE.with_name("because.json").read_text())
@@ -32,6 +33,9 @@ def asks(moe: MoESpec) -> tuple[str, ...]:
     asked = {
         "normalised weights": moe.weights_sum_to_one,
         "weights not normalised": not moe.weights_sum_to_one,
+        "a choice in each slice": moe.slices > 1,
+        "sigmoid scores": moe.score == "sigmoid",
+        "experts of different widths": len(set(moe.widths)) > 1,
         "a shared expert": bool(moe.shared),
         "an output scale": moe.output_scale != 1.0,
         "dense layers": not moe.all_layers,
@@ -42,6 +46,12 @@ def asks(moe: MoESpec) -> tuple[str, ...]:
         "head_dim other than hidden/heads": d.head_dim * d.heads != d.hidden,
         "tied embeddings": d.tied,
         f"activation {d.activation}": d.activation != "silu",
+        "FFNs without a gate": not d.gated,
+        "biases in FFNs": d.ffn_bias,
+        f"{d.block} blocks": d.block != "pre",
+        f"norm {d.norm}": d.norm != "rms",
+        "soft caps": bool(d.attention_cap or d.logit_cap),
+        "layers without rotary embeddings": bool(d.nope_layers),
         "multipliers": has_multipliers(d),
         "sliding windows": bool(d.window_layers),
         f"rope {d.rope['rope_type']}": d.rope["rope_type"] != "default",
@@ -89,9 +99,10 @@ def sentence(target: str, config: Mapping[str, Any]) -> str:
     if target in siblings.MOE:
         return "transformers; no other engine was tried"
     chosen = registry.readable(target)
-    if not chosen.can.stock:
-        return "transformers with trust_remote_code=True; no other engine knows this architecture"
     right, wrong, untried = fits(target, chosen.read(config))
+    if not chosen.can.stock:  # the other engines have no class for it and run no code of a folder
+        right = [f"{engine} with {FLAGS[engine]}" for engine in right]
+        untried = [what for what in untried if not what.endswith("this architecture")]
     return "; ".join(
         [", ".join(right), *(f"not {one}" for one in wrong), *([f"not tried: {', '.join(untried)}"] if untried else [])]
     )

@@ -97,8 +97,18 @@ class UpcycledConfig(PretrainedConfig):
 
     @property
     def num_experts(self) -> int:
-        """Return how many experts a layer routes among, by the name that TRL reads."""
+        """Return how many experts a layer routes among, by the name that TRL and vLLM read."""
         return len(self.expert_widths)
+
+    @property
+    def logit_scale(self) -> float:
+        """Return what multiplies the logits, by the name that vLLM reads."""
+        return self.logit_multiplier
+
+    @property
+    def moe_intermediate_size(self) -> int:
+        """Return the neurons of the widest expert, by the name that vLLM reads."""
+        return max(self.expert_widths, default=0)
 
 
 class UpcycledNorm(nn.Module):
@@ -243,11 +253,12 @@ class UpcycledAttention(nn.Module):
         name = self.config._attn_implementation
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
         dropout = self.config.attention_dropout if self.training else 0.0
-        scaling, window, softcap = self.scaling, self.sliding_window, self.config.attn_logit_softcapping
+        window, softcap = self.sliding_window, self.config.attn_logit_softcapping
         if softcap is not None:
             kwargs["softcap"] = softcap
+        # vLLM reads scaling=self.scaling from this source
         y, weight = attend(
-            self, q, k, v, attention_mask, dropout=dropout, scaling=scaling, sliding_window=window, **kwargs
+            self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, sliding_window=window, **kwargs
         )
         return self.o_proj(y.reshape(*x.shape[:-1], -1).contiguous()), weight
 
@@ -312,22 +323,57 @@ class UpcycledRouter(nn.Module):
         return logit_TN, weight_TK * config.routed_scaling_factor, expert_TK
 
 
+def sum_of_experts(experts: nn.Module, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """Return the sum over each token's experts, times their weights."""
+    flat, per_token = expert_TK.flatten(), expert_TK.shape[1]
+    order = flat.argsort(stable=True)  # rows of one expert lie next to each other
+    token = order // per_token
+    named = dict(experts.named_children())
+    rows = x_TD[token].split(flat.bincount(minlength=len(named)).tolist())
+    out = torch.cat([named[str(index)](each) for index, each in enumerate(rows) if len(each)])
+    y_TD = torch.zeros_like(x_TD, dtype=weight_TK.dtype)  # sums in float32, rounds once
+    return y_TD.index_add_(0, token, out * weight_TK.flatten()[order, None]).to(x_TD.dtype)
+
+
+class UpcycledExperts(nn.ModuleList):
+    """The routed experts of a layer. vLLM replaces a list of this name by fused experts with the same arguments."""
+
+    def forward(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        return sum_of_experts(self, x_TD, expert_TK, weight_TK)
+
+
+class UpcycledLooseExperts(nn.Module):
+    """Experts that fused kernels would compute wrongly: vLLM's assume gated SiLU, one width and no biases.
+
+    A module that is not a list is left alone by vLLM. The names of its weights are those of a list.
+    """
+
+    def __init__(self, experts: list[nn.Module]) -> None:
+        super().__init__()
+        for index, expert in enumerate(experts):
+            self.add_module(str(index), expert)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self.get_submodule(str(index))
+
+    def forward(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        return sum_of_experts(self, x_TD, expert_TK, weight_TK)
+
+
 class UpcycledMoE(nn.Module):
     def __init__(self, config: UpcycledConfig) -> None:
         super().__init__()
         self.gate = UpcycledRouter(config)
-        self.experts = nn.ModuleList(UpcycledMLP(config, width) for width in config.expert_widths)
+        experts: list[nn.Module] = [UpcycledMLP(config, width) for width in config.expert_widths]
+        fused = config.gated and config.hidden_act == "silu" and not config.mlp_bias and len(set(config.expert_widths)) == 1
+        self.experts = UpcycledExperts(experts) if fused else UpcycledLooseExperts(experts)
         shared = config.shared_expert_intermediate_size
         self.shared_experts = UpcycledMLP(config, shared) if shared else None
 
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
         _, weight_TK, expert_TK = self.gate(x_TD)
-        y_TD = torch.zeros_like(x_TD, dtype=weight_TK.dtype)  # sums in float32, rounds once
-        for index in expert_TK.unique().tolist():  # only experts that were chosen, and only their tokens
-            token, rank = (expert_TK == index).nonzero(as_tuple=True)
-            y_TD.index_add_(0, token, self.experts[index](x_TD[token]) * weight_TK[token, rank, None])
-        y = y_TD.to(x.dtype).view_as(x)
+        y = self.experts(x_TD, expert_TK, weight_TK).view_as(x)
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
 

@@ -85,6 +85,7 @@ def keys(moe: MoESpec) -> dict[str, Any]:
         "norm_eps": d.norm_eps,  # not every norm of ours is an RMS norm
         "auto_map": {
             "AutoConfig": f"{MODELING.stem}.UpcycledConfig",
+            "AutoModel": f"{MODELING.stem}.UpcycledModel",  # vLLM loads this one
             "AutoModelForCausalLM": f"{MODELING.stem}.UpcycledForCausalLM",
         },
         # AutoTokenizer that may not run code reads this as a config of type "", and warns unless one is in it
