@@ -110,7 +110,9 @@ def pairs() -> str:
 
 def read_by(engine: str, target: str) -> str:
     """yes; no; or what it does not read right."""
-    rows = [row for row in engines.table()["rows"] if row["target"] == target]
+    rows = [row for row in engines.table()["rows"] if row["target"] == target and engine in row["read"]]
+    if not rows:
+        return "no"
     right = [row for row in rows if row["read"][engine] == engines.RIGHT and not row["trained"]]
     known = {ask for row in right for ask in row["asks"]}
     wrong = [row["asks"] for row in rows if row["read"][engine] != engines.RIGHT]
@@ -124,7 +126,7 @@ def read() -> str:
         f"| target | {' | '.join(f'{name} ({version})' for name, version in found.items())} |",
         "|---" * (len(found) + 1) + "|",
     ]
-    for target in (target for target in TARGETS if abilities(target).stock):
+    for target in TARGETS:
         lines.append(f"| `{target}` | {' | '.join(read_by(engine, target) for engine in found)} |")
     return "\n".join(lines)
 
