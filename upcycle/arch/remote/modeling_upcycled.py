@@ -365,7 +365,8 @@ class UpcycledMoE(nn.Module):
         super().__init__()
         self.gate = UpcycledRouter(config)
         experts: list[nn.Module] = [UpcycledMLP(config, width) for width in config.expert_widths]
-        fused = config.gated and config.hidden_act == "silu" and not config.mlp_bias and len(set(config.expert_widths)) == 1
+        fused = config.gated and config.hidden_act == "silu" and not config.mlp_bias
+        fused = fused and len(set(config.expert_widths)) == 1
         self.experts = UpcycledExperts(experts) if fused else UpcycledLooseExperts(experts)
         shared = config.shared_expert_intermediate_size
         self.shared_experts = UpcycledMLP(config, shared) if shared else None
