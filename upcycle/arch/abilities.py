@@ -70,10 +70,10 @@ def refusals(can: Abilities, moe: MoESpec) -> list[str]:
         in can.normalize,
         "a choice in each slice": moe.choice in can.choices,
         "a shared expert": not moe.shared or can.shared != "none",
-        f"a shared expert of {moe.shared} neurons (a multiple of the routed width it must be)": not moe.shared
+        f"a shared expert of {moe.shared} neurons (it must be a multiple of the routed width)": not moe.shared
         or can.shared not in ("multiple", "same")
         or (moe.uniform and moe.shared % moe.width == 0),
-        f"a shared expert of {moe.shared} neurons (as wide as a routed one it must be)": not moe.shared
+        f"a shared expert of {moe.shared} neurons (it must be as wide as a routed expert)": not moe.shared
         or can.shared != "same"
         or (moe.uniform and moe.shared == moe.width),
         f"MoE in only {len(moe.layers)} of {d.layers} layers"

@@ -50,7 +50,7 @@ class Worker:
         if not right or alone:
             raise ValueError(
                 f"the environment has RANK={rank} and WORLD_SIZE={count}"
-                f"{' but no LOCAL_RANK, which torchrun sets too' if alone else ''}; use torchrun, or unset both"
+                f"{' but not LOCAL_RANK, which torchrun also sets' if alone else ''}; use torchrun, or unset both"
             )
         return Worker(int(rank), int(count))
 

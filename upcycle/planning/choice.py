@@ -64,8 +64,8 @@ def scored(config: UpcycleConfig, moe: MoESpec) -> tuple[MoESpec, str]:
         return moe, "; router.score=auto is softmax"
     nearest = min(soft, key=lambda name: (len(soft[name]), rank(name)))
     return sigmoid, (
-        f"; router.score=auto is sigmoid, which alone keeps it stock and exact (with softmax, {nearest} has no "
-        f"{' and no '.join(soft[nearest])})"
+        f"; router.score=auto is sigmoid, which alone keeps it stock and exact (with softmax, {nearest} cannot hold "
+        f"{' or '.join(soft[nearest])})"
     )
 
 
@@ -80,7 +80,7 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
         if reasons[config.target]:
             instead = "".join(f". Or: {line}" for line in stays_whole(moe))
             raise ValueError(
-                f"target {config.target} cannot hold {'; nor '.join(reasons[config.target])}; targets that can: "
+                f"target {config.target} cannot hold {' or '.join(reasons[config.target])}; targets that can: "
                 f"{', '.join(holding)}{instead}"
             )
         return config.target, "asked for"
@@ -92,9 +92,9 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
         fp32 = " and routes in float32" if half and moe.granularity > 1 and target(best).can.router_fp32 else ""
         others = f"; {', '.join(rest)} would too" if rest else ""
         adds_one = half and moe.dense.norm == "rms1p" and "rms1p" not in target(best).can.norms
-        held = f"but for rounding norm weights + 1 to {moe.dtype}" if adds_one else "exactly"
+        held = f"except that it rounds norm weights + 1 to {moe.dtype}" if adds_one else "exactly"
         return best, f"stock transformers, holds this model {held}{fp32}{others}"
     close = sorted((n for n in reasons if target(n).can.stock), key=lambda n: (len(reasons[n]), rank(n)))[:2]
     return holding[0], "no stock architecture holds it: " + "; ".join(
-        f"{n} has no {' and no '.join(reasons[n])}" for n in close
+        f"{n} cannot hold {' or '.join(reasons[n])}" for n in close
     )

@@ -320,7 +320,7 @@ def test_no_other_architecture_is_proposed_for_one_that_is_not_known(llama: Path
 
 def test_gemma_in_half_precision_is_not_called_exact(tmp_path: Path) -> None:
     folder = tiny.make("gemma", tmp_path / "gemma", dtype=torch.bfloat16)
-    assert "holds this model but for rounding norm weights + 1 to bfloat16" in plan(f"source={folder}").why
+    assert "holds this model except that it rounds norm weights + 1 to bfloat16" in plan(f"source={folder}").why
     assert "holds this model exactly" in plan(f"source={folder}", "dtype=float32").why
 
 

@@ -332,7 +332,8 @@ def sum_of_experts(experts: nn.Module, x_TD: Tensor, expert_TK: Tensor, weight_T
     rows = x_TD[token].split(flat.bincount(minlength=len(named)).tolist())
     out = torch.cat([named[str(index)](each) for index, each in enumerate(rows) if len(each)])
     y_TD = torch.zeros_like(x_TD, dtype=weight_TK.dtype)  # sums in float32, rounds once
-    return y_TD.index_add_(0, token, out * weight_TK.flatten()[order, None]).to(x_TD.dtype)
+    y: Tensor = y_TD.index_add_(0, token, out * weight_TK.flatten()[order, None]).to(x_TD.dtype)
+    return y
 
 
 class UpcycledExperts(nn.ModuleList):
