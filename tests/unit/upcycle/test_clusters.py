@@ -105,7 +105,7 @@ def test_rows_are_clusters_by_themselves_where_slices_choose_and_text_is_named(
     assert made.needs_text == (kind == "clusters")
     router = dict(card.rows(made))["router"]
     assert router.endswith("rows clusters" if kind == "clusters" else f"rows {kind}, std 0.01")
-    assert any("name calibration.texts" in note for note in made.notes) == (made.moe.slices > 1 and kind == "normal")
+    assert any("set calibration.texts" in note for note in made.notes) == (made.moe.slices > 1 and kind == "normal")
 
 
 @pytest.mark.parametrize(

@@ -375,7 +375,7 @@ class UpcycledMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
         _, weight_TK, expert_TK = self.gate(x_TD)
-        y = self.experts(x_TD, expert_TK, weight_TK).view_as(x)
+        y: Tensor = self.experts(x_TD, expert_TK, weight_TK).view_as(x)
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
 
