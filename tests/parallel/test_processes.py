@@ -106,7 +106,7 @@ def test_a_start_meets_in_a_part_of_the_store_of_its_own() -> None:
     first = start([0, 1, 2], 0, patience)
     second = start([0, 1], 1, timedelta(seconds=0.5))
     third = start([0, 1, 2], 2, patience)
-    assert "not all of the 3 ranks came within" in second[0]
+    assert "not all of the 3 ranks arrived within" in second[0]
     for parts in (first, third):
         parts[1].set("key", str(len(parts)))
         assert all(part.check(["key"]) for part in parts)

@@ -1,4 +1,4 @@
-"""Update parameters by AdamW, in buckets of those that one fused call can update."""
+"""Update parameters with AdamW, in buckets that one fused call can update."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tensors_of(slot: Slot) -> tuple[list[Tensor], Tensor]:
     """Return this rank's weight, master, gradient and moments, which an update reads and writes, and its steps."""
     state, own = slot.state, slot.parameter
     parts = [own, state.get("master", own), slot.gradient, state["exp_avg"], state["exp_avg_sq"]]
-    # what belongs to a plain parameter is plain
+    # the state of a plain parameter is plain
     return [local(part) for part in parts] if isinstance(own, DTensor) else parts, state["step"]
 
 
@@ -41,9 +41,11 @@ def adamw_(
     slots: Sequence[Slot], config: OptimConfig, rate: Tensor, skip: Tensor, excess: Tensor | None,
     share: float = 0.0, copies: Mapping[str, int] = MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """Update by torch's fused AdamW, whose `found_inf` is the skip and whose `grad_scale` divides gradients. It wants
-    one dtype, hence the copies of bf16 tensors, unless our own kernel reads them as they are. `copies`: how many copies
-    each one has whose gradients are still to be pulled together by `share`."""
+    """Update parameters with torch's fused AdamW. Its `found_inf` is the skip, and its `grad_scale` divides gradients.
+
+    The fused call needs one dtype, so bf16 tensors are copied, unless our own kernel can read them directly. `copies`:
+    the number of copies of each expert whose gradients must still be pulled together by `share`.
+    """
     decay = slots[0].decay
     mixed: list[tuple[list[Tensor], Tensor, int]] = []
     same: list[tuple[list[Tensor], Tensor]] = []
@@ -63,13 +65,13 @@ def adamw_(
             share=share if together else 0.0, copies=together or 1,
         )  # fmt: skip
     if mixed:
-        # a list of it: given one tensor for all, torch asks the device for its number, and the host waits for the step
+        # pass a list: for a single tensor torch reads its value from the device, and the host waits
         torch._foreach_add_([step for _, step, _ in mixed], [(~skip).float()] * len(mixed))
     if not same:
         return
     parameters, masters, raw, *moments = (list(tensors) for tensors in zip(*[parts for parts, _ in same], strict=True))
     first, second, gradients = (as_wide(each, masters) for each in (*moments, raw))
-    if excess is not None and masters[0].dtype == torch.float64:  # which a float32 grad_scale would round
+    if excess is not None and masters[0].dtype == torch.float64:  # a float32 grad_scale would round these
         gradients, divisor = list(torch._foreach_div(gradients, excess)), None
     adamw(
         masters,

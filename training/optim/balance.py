@@ -1,4 +1,4 @@
-"""Balance the load of experts: losses, selection bias, capacity. All of it stays on the device.
+"""Balance the load of experts: losses, selection bias, capacity. Everything stays on the device.
 
 Shapes: T tokens, E experts, K experts chosen a token, S sequences of L tokens, N MoE layers.
 
@@ -28,27 +28,27 @@ from upcycle.config.values import check_values, finite, one_of
 
 SCOPES = ("micro_batch", "sequence", "global")
 POLICIES = ("probability", "position")
-TOGETHER = 2**25  # logits whose figures are made at once: 128 MiB
+TOGETHER = 2**25  # logits whose statistics are computed at once: 128 MiB
 
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    # weight of the balance loss; 1e-3 ... 1e-2 are best for upcycling (arXiv 2410.07524), without it experts die; where
-    # rows begin balanced (router.init.name=clusters) it was not missed within 13 M tokens
+    # weight of the balance loss; 1e-3 to 1e-2 are best for upcycling, and without it experts die (arXiv 2410.07524).
+    # With balanced first rows (router.init.name=clusters) leaving it out changed nothing in 13 M tokens
     aux_weight: float = 0.01
-    # whose load is balanced: micro_batch | sequence (each on its own: strict) | global: of all ranks, in the step's
-    # micro-batches so far (of one micro-batch a step: the whole step), which leaves a micro-batch of one domain free to
-    # prefer its experts (arXiv 2501.11873, where counts are accumulated so too)
+    # the tokens whose load is balanced: micro_batch | sequence (each sequence separately, strict) | global: all ranks
+    # and the step's micro-batches so far, so that a micro-batch of one domain may prefer its experts (arXiv 2501.11873)
     aux_scope: str = "global"
     z_weight: float = 0.0  # weight of the z-loss, which keeps logits small; 1e-3 changed nothing in upcycling
-    bias_rate: float = 0.0  # DeepSeek-V3's bias on the selection: 1e-3; usually with aux_weight 1e-4 or 0
-    # 0: no token is dropped; 1: an expert takes as many as in perfect balance, which cost 0.04 nats on SmolLM2-135M
-    # (1.25: 0.002 to 0.005, 2: nothing; docs/science.md)
+    bias_rate: float = 0.0  # rate of DeepSeek-V3's selection bias, for example 1e-3; use it with aux_weight 1e-4 or 0
+    # 0: no token is dropped; 1: an expert takes as many tokens as in perfect balance, which cost 0.04 nats on
+    # SmolLM2-135M (1.25: 0.002 to 0.005, 2: nothing; docs/science.md)
     capacity_factor: float = 0.0
-    drop_policy: str = "probability"  # who stays in a full expert: probability (highest weight) | position (first come)
-    # what other ranks' experts are sent is padded to the capacity, so that all sizes are known and no dispatch keeps
-    # the host waiting: faster and without fragments at a factor of about 1; buffers grow with the factor. DeepEP 2.x,
-    # and 1.x between nodes, do as without
+    # which tokens a full expert keeps: probability (highest weight) | position (first come)
+    drop_policy: str = "probability"
+    # pad the rows that are sent to other ranks to the capacity, so that all sizes are known and the host never waits:
+    # faster, and memory does not fragment, at a factor of about 1; buffers grow with the factor. DeepEP 2.x, and 1.x
+    # between nodes, ignore it
     pad_to_capacity: bool = False
 
     def __post_init__(self) -> None:
@@ -63,8 +63,8 @@ class BalanceConfig:
 
 
 def probabilities(logits_TE: Tensor, score: str) -> Tensor:
-    """Return each expert's probability in the balance loss: the scores of all experts, summing to 1 a token."""
-    if score == "sigmoid":  # sigmoid(x) / sum, without 0 / 0 where every logit is very negative
+    """Return each expert's probability in the balance loss: its share of the token's scores."""
+    if score == "sigmoid":  # sigmoid(x) / sum, without 0 / 0 if every logit is very negative
         logits_TE = F.logsigmoid(logits_TE)
     return logits_TE.softmax(-1)
 
@@ -76,7 +76,7 @@ def shares(count_E: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def balance_loss(probability_TE: Tensor, share_E: Tensor) -> Tensor:
-    """Return Switch Transformer's E * sum(f_i * P_i): 1 in balance, up to E. Leading dimensions stay.
+    """Return Switch Transformer's balance loss E * sum(f_i * P_i), from 1 in balance to E. Leading dimensions stay.
 
     f is the share of the choices that went to an expert and has no gradient; P is the mean probability. The loss is
     linear in P, so with the counts of the whole step the mean over micro-batches and ranks is the loss of the whole
@@ -91,8 +91,10 @@ def z_loss(logits_TE: Tensor) -> Tensor:
 
 
 class AuxLoss(torch.autograd.Function):
-    """Return x as it is, and give y the gradient `slope` in backward, as if the sum of slope * y were a part of the
-    loss: no model returns its router losses, and no pipeline stage sends them."""
+    """Return x unchanged, and give y the gradient `slope` in backward, as if slope * y were part of the loss.
+
+    So models need not return their router losses, and pipeline stages need not send them.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
@@ -107,9 +109,10 @@ class AuxLoss(torch.autograd.Function):
 
 @torch.no_grad()
 def update_bias_(bias_E: Tensor, count_E: Tensor, rate: float, skip: Tensor | None = None) -> None:
-    """Move busy experts down and idle ones up, by DeepSeek-V3's rule, from a step's counts of all ranks.
+    """Lower the selection bias of busy experts and raise that of idle ones, by DeepSeek-V3's rule, from a step's
+    counts.
 
-    The bias moves the selection and nothing else. It is float32, because bf16 cannot add 1e-3 to 1.
+    The bias changes the selection only. It is float32, because bf16 cannot add 1e-3 to 1.
     """
     assert bias_E.dtype in (torch.float32, torch.float64), "the selection bias stays float32"
     count = count_E.to(torch.float64)
@@ -118,7 +121,7 @@ def update_bias_(bias_E: Tensor, count_E: Tensor, rate: float, skip: Tensor | No
 
 
 def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
-    """Return how many tokens an expert takes: `factor` times its share in perfect balance, rounded up."""
+    """Return the capacity of an expert: `factor` times its tokens in perfect balance, rounded up."""
     return min(tokens, math.ceil(factor * tokens * top_k / experts))
 
 
@@ -126,9 +129,9 @@ def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
 def capacity_mask(
     expert_TK: Tensor, weight_TK: Tensor, experts: int, factor: float, policy: str
 ) -> tuple[Tensor, Tensor]:
-    """Return which choices fit, and the share that is dropped. Ties go to the earlier token.
+    """Return which choices fit into the capacity, and the share that is dropped. Ties go to the earlier token.
 
-    A dropped choice gets weight 0 and the others keep theirs. Two stable sorts: nothing waits for the device.
+    A dropped choice gets weight 0; the others keep their weight. Two stable sorts never wait for the device.
     """
     T, K = expert_TK.shape
     flat = expert_TK.flatten().long()
@@ -146,7 +149,7 @@ def capacity_mask(
 
 
 class Routed(NamedTuple):
-    """What the log's figures need of a layer's routing of a micro-batch."""
+    """The routing of one layer and micro-batch, as the log's statistics need it."""
 
     layer: int
     logits_TE: Tensor
@@ -156,12 +159,12 @@ class Routed(NamedTuple):
 
 
 class Balance:
-    """Watch and balance the routers of one model. Forward passes without gradients drop nothing and count nothing.
+    """Measure and balance the routers of one model. Forward passes without gradients drop and count nothing.
 
-    scale: the share of a micro-batch's tokens, on this rank, in the whole step's: with it the router losses, which are
-    means over tokens, add up to the step's. sequences: of a micro-batch, for scope sequence. reduce: sums counts over
-    all ranks with other tokens; reduce_sequence: over those with other parts of the same sequences. An expert's
-    capacity is a share of this rank's own tokens, whatever the other ranks have.
+    scale: this rank's tokens of a micro-batch divided by the tokens of the step, so that router losses, which are
+    means, add up to the step's. sequences: sequences per micro-batch, for scope sequence. reduce: sums counts over all
+    ranks with other tokens; reduce_sequence: over ranks with other parts of the same sequences. An expert's capacity
+    depends on this rank's own tokens only.
     """
 
     def __init__(
@@ -180,12 +183,12 @@ class Balance:
         experts = self.blocks[0].spec.experts if self.blocks else 0
         device = self.blocks[0].router.weight.device if self.blocks else "cpu"
         self.load = RouterLoad(len(self.blocks), experts, device)
-        self.routed: list[Routed] = []  # neighbouring layers of one micro-batch, whose figures are still to be made
+        self.routed: list[Routed] = []  # layers of one micro-batch whose statistics are not computed yet
         for number, block in enumerate(self.blocks):
             block.balance = partial(self.route, number)
 
     def follow(self, config: BalanceConfig, scale: float | Tensor, sequences: int) -> None:
-        """Balance as `config` says from here on."""
+        """Use this balance config from now on."""
         if config.bias_rate and any(block.router.bias is None for block in self.blocks):
             raise ValueError(
                 f"balance.bias_rate is {config.bias_rate}, but routers with softmax scores have no selection bias; set "
@@ -194,7 +197,7 @@ class Balance:
         self.config, self.scale, self.sequences = config, scale, sequences
 
     def route(self, number: int, routing: Routing) -> Routing:
-        """Return a layer's routing with its router losses, and without choices that do not fit."""
+        """Return a layer's routing with its router losses attached and without the choices that exceed the capacity."""
         if not torch.is_grad_enabled():
             return routing
         config, logits_TE, weight_TK = self.config, routing.logits_TN, routing.weight_TK
@@ -207,11 +210,11 @@ class Balance:
             room = capacity(tokens, k, experts, factor) if config.pad_to_capacity else None
         seen_E = self.load.count(number, routing.expert_TK)
         if config.aux_weight:
-            # of softmax routers the scores are the probabilities
+            # the scores of a softmax router are its probabilities
             soft = self.blocks[number].spec.score == "softmax"
             probability_TE = routing.scores_TN if soft else probabilities(logits_TE, "sigmoid")
             share_SE = shares(self.counts(seen_E, routing.expert_TK), probability_TE.dtype)
-            # the loss is linear in the probabilities: its gradient is known, and what it comes to is only for the log
+            # the loss is linear in the probabilities, so its gradient is known; its value is only for the log
             slope_SE = share_SE * (config.aux_weight * self.scale * experts / tokens)
             by_sequence = probability_TE.view(len(slope_SE), -1, experts)
             weight_TK = AuxLoss.apply(weight_TK, by_sequence, slope_SE[:, None])  # type: ignore[no-untyped-call]
@@ -223,7 +226,7 @@ class Balance:
         return routing._replace(weight_TK=weight_TK, room=room)
 
     def counts(self, seen_E: Tensor, expert_TK: Tensor) -> Tensor:
-        """Return the load of the balance loss, (S, E): of all ranks, of each sequence or of everything."""
+        """Return the load that the balance loss uses, (S, E): for each sequence, or one row for everything."""
         if self.config.aux_scope == "sequence":
             parts_SLK = expert_TK.view(self.sequences, -1, expert_TK.shape[-1])
             count_SE = expert_counts(parts_SLK, len(seen_E))
@@ -232,8 +235,8 @@ class Balance:
         return (count_E if self.reduce is None else self.reduce(count_E))[None]
 
     def measure(self, routed: Routed) -> None:
-        """Remember a layer's routing for the log's figures, which are made of neighbouring layers at once: they take
-        dozens of small kernels, and a layer is too short for its own."""
+        """Keep a layer's routing for the log's statistics, which are computed for several layers at once, because they
+        take dozens of small kernels."""
         if self.routed and not (
             routed.layer == self.routed[-1].layer + 1
             and routed.logits_TE.shape == self.routed[-1].logits_TE.shape
@@ -244,7 +247,7 @@ class Balance:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Add what is remembered to the figures."""
+        """Compute the statistics of the layers that are kept."""
         routed, self.routed = self.routed, []
         if not routed:
             return
@@ -277,7 +280,7 @@ class Balance:
 
     @torch.no_grad()
     def end_step(self, skip: Tensor | None = None) -> None:
-        """Move the selection biases, after the optimiser's step and with the same `skip`."""
+        """Update the selection biases, after the optimiser's step and with the same `skip`."""
         self.settle()
         count_NE = self.load.end_step(self.reduce if self.config.bias_rate else None)
         if self.config.bias_rate:

@@ -1,4 +1,4 @@
-"""Define how weights are updated: the keys of optim, and those of its groups of parameters."""
+"""Define the keys of `optim` and of its parameter groups."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    match: str = ""  # words of a name, between dots, each of which may hold * ? [0-9]: router, experts, layers.0, *norm
-    lr: float = 1.0  # multiplies the learning rate; 0: frozen, with neither gradients nor moments
-    decay: float | None = None  # their weight decay; none given: as without the group
+    match: str = ""  # words of a parameter's name, separated by dots; * ? [0-9] match: router, experts, layers.0, *norm
+    lr: float = 1.0  # multiplies the learning rate; 0: frozen, without gradients and moments
+    decay: float | None = None  # weight decay of the group; null: as without the group
 
     def holds(self, name: str) -> bool:
-        """Return whether the pattern's words are neighbours somewhere in a parameter's name."""
+        """Return whether the pattern's words follow each other somewhere in a parameter's name."""
         return holds(self.match, name)
 
 
@@ -31,36 +31,36 @@ class ParameterGroup:
 class OptimConfig:
     ELSEWHERE: ClassVar = dict.fromkeys(("lr", "learning_rate", "peak", "peak_lr", "max_lr"), "schedule.peak")
 
-    name: str = "adamw"  # adamw | muon: for matrices inside the layers, AdamW for the rest, at the same learning rate
-    weight_decay: float = 0.1  # of matrices; norms and biases have none
-    router_decay: bool = False  # decay routers too
-    beta1: float = 0.9  # AdamW's: share of the old mean of gradients that a step keeps
-    beta2: float = 0.95  # AdamW's: of the old mean of their squares
-    eps: float = 1e-8  # AdamW's: added to the root that it divides by
-    momentum: float = 0.95  # Muon's, after Nesterov
-    moments: str = "float32"  # dtype that the moments are kept in: float32 | bfloat16
-    clip: float = 1.0  # limit of the gradient's norm over all weights; 0: none
-    # multiplies the learning rate of routers; none given: 0.3 where the router chooses in each slice, else 1
+    # adamw | muon: Muon for matrices inside layers and AdamW for the rest, at the same learning rate
+    name: str = "adamw"
+    weight_decay: float = 0.1  # weight decay of matrices; norms and biases have none
+    router_decay: bool = False  # also decay routers
+    beta1: float = 0.9  # AdamW: share of the old mean of gradients that a step keeps
+    beta2: float = 0.95  # AdamW: share of the old mean of squared gradients that a step keeps
+    eps: float = 1e-8  # AdamW: added to the square root that divides the update
+    momentum: float = 0.95  # Muon: momentum, with Nesterov
+    moments: str = "float32"  # dtype of the moments: float32 | bfloat16
+    clip: float = 1.0  # largest norm of the whole gradient; 0: no clipping
+    # multiplies the learning rate of routers; null: 0.3 where the router chooses in each slice, else 1
     router_lr: float | None = None
     expert_lr: float = 1.0  # multiplies the learning rate of routed experts
     embed_lr: float = 1.0  # multiplies the learning rate of embeddings and LM head
-    # parameters by name, each group with its own rate and decay (match, lr, decay): of several that hold one the last
-    # decides, and the three keys above decide of what is in none. A rate of 0 freezes
+    # groups of parameters by name (match, lr, decay); the last match decides, and the three keys above decide for
+    # parameters in no group. lr 0 freezes
     groups: tuple[Any, ...] = ()
-    # share of the steps, the last ones: a run ends with the mean of their weights, which is what is validated, saved
-    # and exported then, and what more steps go on from; 0: with the last step's. It averages out the noise of steps, as
-    # a falling rate does
+    # share of the steps at the end whose weights are averaged; the run validates, saves and exports the mean and later
+    # steps start from it. 0: no average
     average: float = 0.0
-    # where experts are copies of a dense FFN's slices (training/optim/copies.py): how much of each one's gradient is
-    # the mean of its copies' (1: all learn alike, which is dense training); none given: 0.5 where the router chooses in
-    # each slice, else 0
+    # for experts that are copies of a dense FFN's slices: share of each gradient that is the mean over its copies (1 is
+    # dense training). null: 0.5 where the router chooses in each slice, else 0
     share: float | None = None
-    # of copies too: how much of what tells each from the mean of its copies a run's end takes away; none given: 0.3
-    # where the router chooses in each slice, else 0
+    # also for copies: share of each expert's distance to the mean of its copies that the end of a run removes. null:
+    # 0.3 where the router chooses in each slice, else 0
     shrink: float | None = None
-    spike_sigma: float = 0.0  # skip a step whose loss or gradient norm is so many deviations above the mean; 0: none
-    spike_window: int = 128  # steps that this mean is over
-    skips: int = 10  # steps skipped in a row (not finite, or a spike) that end a run; 0: no limit
+    # skip a step whose loss or gradient norm is this many standard deviations above the mean; 0: never
+    spike_sigma: float = 0.0
+    spike_window: int = 128  # steps that the mean covers
+    skips: int = 10  # steps skipped in a row (not finite, or a spike) that end the run; 0: no limit
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(group_of(value, i) for i, value in enumerate(self.groups)))
@@ -76,14 +76,14 @@ class OptimConfig:
         }
         check_values(self, "optim.", rules)
         if self.moments == "bfloat16" and 1 - self.beta2 <= 2**-8:
-            # a decay below half a unit in the last place rounds away: the second moment could only ever grow
+            # a decay below half a unit in the last place rounds away, so the second moment could only grow
             raise ValueError(
                 f"optim.beta2={self.beta2} cannot decay moments in bfloat16; use at most 0.995, or moments=float32"
             )
 
 
 def group_of(value: Any, number: int) -> ParameterGroup:
-    """Return a group of parameters, read from plain values."""
+    """Read a parameter group from plain values."""
     where = f"optim.groups.{number}."
     group = value if isinstance(value, ParameterGroup) else build(ParameterGroup, value, where)
     words = Rule(lambda match: all(match.split(".")), "write words of parameters' names, for instance experts.*")
@@ -92,12 +92,12 @@ def group_of(value: Any, number: int) -> ParameterGroup:
 
 
 def settled(config: OptimConfig, moe: MoESpec | None) -> OptimConfig:
-    """Return the config with what follows from the model; refuse what copies do if no expert is a copy."""
+    """Return the config with this model's defaults; raise a ValueError for keys of copies if no expert is a copy."""
     apart = moe is None or moe.disjoint or moe.copies == 1
     for name in ("share", "shrink"):
         if apart and getattr(config, name):
             raise ValueError(
-                f"optim.{name} is {getattr(config, name)}, but no expert of this model is known to be a copy of "
+                f"optim.{name} is {getattr(config, name)}, but no expert of this model is a copy of "
                 "another one; leave it out"
             )
     share, shrink, router_lr = (0.5, 0.3, 0.3) if moe is not None and moe.choice == "each-slice" else (0.0, 0.0, 1.0)

@@ -1,11 +1,11 @@
-"""Pull the copies of an expert together, wherever they are.
+"""Pull the copies of an expert together, on whichever ranks they are.
 
-An upcycled expert e * G + g begins as slice g of the dense FFN, like every expert whose number is g modulo G: its
-copies. It sees a part of the tokens, so its gradient is noisier than the dense model's, and AdamW's steps, whose size
-does not depend on noise, part the copies faster than they learn. Two remedies were measured (docs/science.md):
+An upcycled expert e * G + g starts as slice g of the dense FFN, like all experts with the same number modulo G: its
+copies. It sees only some of the tokens, so its gradient is noisier than the dense model's. AdamW's steps do not shrink
+with noise, so copies move apart faster than they learn. Two remedies help (docs/science.md):
 
-    pull_(gradient, slices, 0.5)     # learn half from one's own tokens, half from what all copies' tokens say
-    pull_(weight, slices, 0.25)      # at the end, give up a quarter of what tells an expert from its copies
+    pull_(gradient, slices, 0.5)     # learn half from its own tokens, half from the tokens of all copies
+    pull_(weight, slices, 0.25)      # at the end, remove a quarter of the distance to the copies' mean
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from training.parallel.collectives import local
 
-# the axes of a mesh that experts are divided over, the outer one first
+# the mesh axes that divide experts, the outer one first
 OVER = ("ep", "edp_shard")
 
 
 @torch.no_grad()
 def pull_(experts: Tensor, slices: int, share: float) -> None:
-    """Move every expert of a stack `share` of the way to the mean of its copies. All ranks that have experts of it call
-    this together."""
+    """Move every expert of a stack `share` of the way to the mean of its copies. All ranks with experts of the stack
+    must call this together."""
     part, groups, index = local(experts), [], 0
     if isinstance(experts, DTensor):
         mesh, names = experts.device_mesh, list(experts.device_mesh.mesh_dim_names or ())
@@ -38,7 +38,7 @@ def pull_(experts: Tensor, slices: int, share: float) -> None:
             index = index * mesh.size(axis) + mesh.get_local_rank(axis)
             groups.append(mesh.get_group(axis))
     wide = torch.promote_types(part.dtype, torch.float32)
-    if len(part) % slices == 0:  # whole rounds of neighbours, one of each slice
+    if len(part) % slices == 0:  # complete rounds of neighbours, one for each slice
         mine = part.unflatten(0, (-1, slices))  # type: ignore[no-untyped-call]
         mean = mine.sum(0, dtype=wide)
     else:

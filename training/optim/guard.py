@@ -1,4 +1,4 @@
-"""Judge a step by its loss and its gradient's norm, without asking the device."""
+"""Detect bad steps from the loss and the gradient norm, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Reduce = Callable[[Tensor], Tensor]  # sums a tensor over ranks that hold differ
 
 
 def global_norm(gradients: Sequence[Tensor], reduce: Reduce | None = None) -> Tensor:
-    """Return the 2-norm of all gradients as one vector, the same on every rank, on the device.
+    """Return the 2-norm of all gradients together, on the device; it is the same on every rank.
 
-    DTensors of one placement share one small all-reduce; parts that are replicated are not counted twice. Experts and
-    dense weights may live on different meshes. `reduce` adds up the squares of ranks with other parameters.
-    torch.nn.utils.get_total_norm has neither: it asks for an all-reduce a tensor, and for one mesh.
+    DTensors of one placement share one small all-reduce, and replicated parts count once. Experts and dense weights may
+    be on different meshes. `reduce` adds the squares of ranks with other parameters. torch.nn.utils.get_total_norm
+    needs an all-reduce for each tensor and a single mesh.
     """
     groups = defaultdict[object, list[Tensor]](list)
     for g in gradients:
@@ -32,7 +32,7 @@ def global_norm(gradients: Sequence[Tensor], reduce: Reduce | None = None) -> Te
         parts = [local(g) for g in group] if isinstance(group[0], DTensor) else group
         dtypes = dict.fromkeys([part.dtype for part in parts])
         wide = torch.float64 if torch.float64 in dtypes else torch.float32
-        # a dtype at a time: of several torch reads each tensor by itself, at a fifth of the memory's speed
+        # one dtype at a time: torch reads mixed dtypes tensor by tensor, at a fifth of the memory's speed
         kinds = [[part for part in parts if part.dtype == dtype] for dtype in dtypes]
         norms = [norm for kind in kinds for norm in torch._foreach_norm(kind, 2.0, dtype=wide)]
         square = torch.stack(norms).square().sum()
@@ -45,11 +45,11 @@ def global_norm(gradients: Sequence[Tensor], reduce: Reduce | None = None) -> Te
 
 
 class SpikeGuard:
-    """Find steps whose loss or gradient norm is far above the last steps' mean, in deviations; all on the device.
+    """Find steps whose loss or gradient norm is far above the recent mean, in standard deviations, on the device.
 
-    Give it values that are equal on every rank, or ranks would skip different steps. A spike enters the window as well:
-    a level that has really changed widens the deviation and is soon normal again. NaN and Inf never enter. It is quiet
-    until half the window is full.
+    Pass values that are equal on every rank, or ranks would skip different steps. A spike also enters the window, so a
+    real change of level soon counts as normal. NaN and Inf never enter. The guard is silent until half the window is
+    full.
     """
 
     def __init__(self, config: OptimConfig, device: torch.device | str = "cpu") -> None:
@@ -59,7 +59,7 @@ class SpikeGuard:
 
     @torch.no_grad()
     def spike(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Return a bool on the device, whether to skip this step; its values join the window."""
+        """Return whether to skip this step, as a bool on the device, and add its values to the window."""
         new = torch.stack([loss.detach(), norm.detach()]).double()
         window = self.values.shape[1]
         place = torch.arange(window, device=new.device)
@@ -67,7 +67,7 @@ class SpikeGuard:
         count = full.sum().clamp(min=1)
         mean = self.values.sum(1) / count
         deviation = (((self.values - mean[:, None]) * full).square().sum(1) / count).sqrt()
-        # a run of equal values has no deviation; rounding alone is no spike
+        # equal values have no deviation; rounding alone must not count as a spike
         far = new > mean + self.sigma * torch.maximum(deviation, 1e-6 * mean.abs())
         finite = new.isfinite().all()
         flag = far.any() & finite & (self.seen >= window // 2) & (self.sigma > 0)
@@ -80,6 +80,6 @@ class SpikeGuard:
         return {"values": self.values, "seen": self.seen}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if state["values"].shape == self.values.shape:  # else another window, which starts anew
+        if state["values"].shape == self.values.shape:  # a window of another length starts empty
             for name, tensor in self.state_dict().items():
                 tensor.copy_(state[name])

@@ -1,7 +1,7 @@
-"""Count what routers choose, on the device, and turn it into the figures that a person reads.
+"""Count the routers' choices on the device and turn the counts into the statistics of the log.
 
 Shapes: T tokens, E experts, K experts chosen a token, G slices of a dense FFN, N MoE layers, F figures. Counts are
-int64: adding them up is exact in any order, so a run repeats bit for bit.
+int64: their sum is exact in any order, so a run repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from training.kernels import permute
 
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold different tokens
-# what is averaged over tokens besides the counts
+# averaged over tokens, in addition to the counts
 FIGURES = ("dropped", "router_entropy", "aux", "z", "whole", "missing", "doubled")
 
 
@@ -36,10 +36,10 @@ def token_entropy(probability_TE: Tensor) -> Tensor:
 def coherence(expert_TK: Tensor, granularity: int) -> Tensor:
     """Return whether a token's choices make up whole FFNs: (whole, missing, doubled), means over tokens.
 
-    Expert e * G + g is slice g of copy e, and a dense FFN is one of each slice, of whatever copies. K choices should be
-    n = K / G whole FFNs, so that every slice is there n times. whole: the share of tokens where it is so. missing,
-    doubled: how many of the G slices a token has less often, and more often, than n times. Where G does not divide K, n
-    is rounded up: no choice is whole then. A choice that a full expert drops counts as made.
+    Expert e * G + g is slice g of copy e. A dense FFN is one of each slice, from any copies. K choices should be n = K
+    / G whole FFNs, with every slice n times. whole: the share of tokens for which this holds. missing and doubled: the
+    slices that a token has fewer or more than n times. If G does not divide K, n is rounded up and no choice is whole.
+    Choices that a full expert drops count too.
     """
     slices, times = granularity, -(-expert_TK.shape[-1] // granularity)
     held_TG = expert_counts((expert_TK % slices)[..., None, :], slices)
@@ -49,24 +49,24 @@ def coherence(expert_TK: Tensor, granularity: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """The figures of one MoE layer over a logging interval; nan where it was not measured."""
+    """The statistics of one MoE layer over a logging interval; nan if not measured."""
 
-    histogram: tuple[int, ...]  # choices an expert
-    max_over_mean: float  # 1 in balance; what the slowest rank waits for
+    histogram: tuple[int, ...]  # choices of each expert
+    max_over_mean: float  # 1 in balance; the slowest rank sets the pace
     entropy: float  # of the histogram, divided by log E: 1 in balance
-    dropped: float  # share of the choices, where a capacity drops any
+    dropped: float  # share of the choices that the capacity dropped
     router_entropy: float  # mean over tokens, see token_entropy
     aux: float  # the balance loss before its weight: 1 in balance
     z: float  # the z-loss before its weight
-    whole: float  # share of tokens; these three see coherence
+    whole: float  # share of tokens; for this and the next two see coherence
     missing: float  # slices a token
     doubled: float
 
 
 class RouterLoad:
-    """Counts of all MoE layers, kept on the device: of the current step, and of the interval since the last `fetch`.
+    """The counts of all MoE layers on the device: for the current step, and since the last `fetch`.
 
-    Call `add` once a forward, outside of what activation checkpointing recomputes, or choices count twice.
+    Call `count` once per forward, outside of recomputed parts, or choices count twice.
     """
 
     def __init__(self, layers: int, experts: int, device: torch.device | str = "cpu") -> None:
@@ -78,13 +78,13 @@ class RouterLoad:
         self.nothing = torch.full((), math.nan, dtype=torch.float64, device=device)
 
     def count(self, layer: int, expert_TK: Tensor) -> Tensor:
-        """Add a micro-batch's choices; return the counts of the step so far, which the next ones change."""
+        """Add a micro-batch's choices and return the counts of the step so far; later calls change the same tensor."""
         return permute.count_(self.step_NE[layer], expert_TK)
 
     @torch.no_grad()
     def average(self, first: int, tokens: int, **means: Tensor | None) -> None:
-        """Add a micro-batch's FIGURES, of the layers from the first one on; one that is left out, or not finite, counts
-        for no token."""
+        """Add a micro-batch's FIGURES for the layers from `first` on. A figure that is missing or not finite counts for
+        no token."""
         found = [means.get(name) for name in FIGURES]
         layers = max(mean.numel() for mean in found if mean is not None)
         each = [(self.nothing if mean is None else mean.double()).expand(layers) for mean in found]
@@ -94,18 +94,18 @@ class RouterLoad:
         self.sums_N2F[first : first + layers] += tokens * known
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the interval's sums at a step's end, with which a resumed run logs the same numbers."""
+        """Return the interval's sums at the end of a step, so that a resumed run logs the same numbers."""
         return {"total": self.total_NE, "figures": self.sums_N2F, "since": self.since_NE}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, own in self.state_dict().items():
-            if name in state:  # a checkpoint of older figures has fewer
+            if name in state:  # older checkpoints have fewer figures
                 own.copy_(state[name])
 
     @torch.no_grad()
     def end_step(self, reduce: Reduce | None = None) -> Tensor:
-        """Return the step's counts, over all ranks if `reduce` sums over them; the next step starts at 0."""
+        """Return the step's counts, summed over ranks by `reduce`, and start the next step at 0."""
         count_NE = self.step_NE.clone()
         self.total_NE += count_NE
         self.since_NE += count_NE
@@ -114,7 +114,7 @@ class RouterLoad:
 
     @torch.no_grad()
     def fetch(self, reduce: Reduce | None = None) -> list[LayerLoad]:
-        """Copy the steps that ended to the host, once a logging interval; the next interval starts at 0."""
+        """Copy the finished steps' statistics to the host and start the next interval at 0."""
         table = torch.cat([self.total_NE.double(), self.sums_N2F.flatten(1)], dim=1)
         rows = (table if reduce is None else reduce(table)).tolist()
         self.total_NE.zero_()
@@ -124,7 +124,7 @@ class RouterLoad:
 
 
 def layer_load(histogram: list[int], sums: list[float], tokens: list[float]) -> LayerLoad:
-    """Return a layer's figures from its counts, and from each figure's sum over tokens and number of tokens."""
+    """Return a layer's statistics from its counts and from each figure's sum and number of tokens."""
     means = {name: s / n if n else math.nan for name, s, n in zip(FIGURES, sums, tokens, strict=True)}
     total = max(sum(histogram), 1)
     shares = [n / total for n in histogram if n]

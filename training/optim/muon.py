@@ -1,7 +1,7 @@
-"""Update matrices by Muon: momentum, orthogonalised.
+"""Update matrices with Muon: orthogonalised momentum.
 
-torch.optim.Muon takes plain matrices only; here they are stacks of experts or parts of DTensors, and a step is skipped
-without asking the device.
+torch.optim.Muon takes plain matrices only. Ours are stacks of experts or parts of DTensors, and a step is skipped
+without waiting for the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from training.optim.config import OptimConfig
 from training.optim.slots import Slot, copy_masters
 from training.parallel.collectives import local
 
-PIECE = 2**26  # elements that are worked on at once
+PIECE = 2**26  # elements that are processed at once
 # Keller Jordan's quintic: its slope at 0 is as steep as possible, and singular values end within 0.7 ... 1.2
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
@@ -25,7 +25,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 def muon_(slot: Slot, config: OptimConfig, rate: Tensor, skip: Tensor, excess: Tensor | None) -> None:
     """Update a parameter so that every direction of a matrix learns at the same speed (arXiv 2502.16982)."""
     tensors = local(slot.master), local(slot.state["momentum"]), local(slot.gradient)
-    # stacked experts a few at a time: the steps below need six times the memory of what they work on
+    # a few experts at a time: the steps below need six times the memory of their input
     count = len(tensors[0])
     if tensors[0].ndim > 2 and has_whole_matrices(slot.parameter):
         count = min(count, max(PIECE // math.prod(tensors[0].shape[1:]), 1))
@@ -41,16 +41,16 @@ def muon_(slot: Slot, config: OptimConfig, rate: Tensor, skip: Tensor, excess: T
 
 
 def muon_update(x: Tensor) -> Tensor:
-    """Return the update of each matrix by itself: each expert's, and its gate apart from its up. The factor gives it
-    the size of AdamW's, so that both share rate and decay."""
+    """Return the update of each matrix separately: each expert, and its gate apart from its up. The factor gives the
+    update the size of AdamW's, so that both share rate and decay."""
     return (orthogonalize(x) * (0.2 * math.sqrt(max(x.shape[-2:])))).to(x.dtype)
 
 
 def orthogonalize(x: Tensor) -> Tensor:
     """Return about U V^T of x = U S V^T, for every matrix of a batch, by five Newton-Schulz steps.
 
-    Steps in bf16 are accurate enough (the singular values stay spread anyway); a CPU is no faster in bf16. Rows of
-    zeros, which pad uneven experts, stay zeros.
+    Steps in bf16 are accurate enough; a CPU uses float32, because bf16 is not faster there. Rows of zeros, which pad
+    uneven experts, stay zeros.
     """
     a, b, c = NEWTON_SCHULZ
     tall = x.shape[-2] > x.shape[-1]
@@ -64,7 +64,7 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 def has_whole_matrices(like: Tensor) -> bool:
-    """Return whether no matrix of the tensor, in its last two dimensions, is divided between ranks."""
+    """Return whether every matrix of the tensor (its last two dimensions) lies on one rank."""
     return not isinstance(like, DTensor) or not any(divides_matrices(p, like) for p in like.placements)
 
 
@@ -73,8 +73,8 @@ def divides_matrices(placement: Placement, like: Tensor) -> bool:
 
 
 def on_whole_matrices(function: Callable[[Tensor], Tensor], shard: Tensor, like: Tensor) -> Tensor:
-    """Apply `function` to the whole matrices that `shard` is a part of, and return this rank's part of the result.
-    `shard` is divided as `like` is. Only matrices are gathered: experts of other ranks stay there."""
+    """Apply `function` to the whole matrices of a shard and return this rank's part of the result. `shard` is divided
+    like `like`. Experts of other ranks are not gathered."""
     if has_whole_matrices(like) or not isinstance(like, DTensor):
         return function(shard)
     mesh, placements = like.device_mesh, like.placements

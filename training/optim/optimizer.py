@@ -1,4 +1,4 @@
-"""Update weights: AdamW, or Muon for the matrices; clipping; steps that are skipped without asking the device.
+"""Update weights with AdamW, or Muon for matrices; clip gradients; skip steps without waiting for the device.
 
     optimiser = Optimizer(config, model.named_parameters())
     guard = SpikeGuard(config, device)
@@ -8,12 +8,12 @@
         skip = ~norm.isfinite() | guard.spike(loss, norm)
         optimiser.step(rate(step), skip)
 
-A parameter in float32 (or 64) is its own master; one in a lower dtype gets a float32 master in the optimiser's state,
-which is stepped and then rounded into the parameter. A run keeps its parameters in float32 and casts them for compute:
-4 bytes a weight instead of 2 + 4, gradients that add up in float32, one copy in the checkpoint.
+A parameter in float32 (or 64) is its own master. A parameter in a lower dtype gets a float32 master in the optimiser's
+state, which is updated and then rounded into the parameter. Runs keep parameters in float32 and cast them for compute:
+4 bytes a weight instead of 2 + 4, gradients that add up in float32, and one copy in the checkpoint.
 
-Nothing here knows a mesh: a DTensor's state is a DTensor of the same placement, and AdamW works on local shards. Muon
-gathers a matrix that is divided inside. torch's AdamW and Muon have no masters, no mean of weights, and no skip.
+Nothing here knows a mesh: the state of a DTensor is a DTensor of the same placement, AdamW works on local shards, and
+Muon gathers divided matrices. torch's AdamW and Muon have no masters, no mean of weights and no skip.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ NOTHING = (
 
 
 class Optimizer(torch.optim.Optimizer):
-    """A torch optimiser to whoever saves it (`state`, `param_groups`), whose `step` has a rate and a skip."""
+    """A torch optimiser (`state`, `param_groups`) whose `step` takes a rate and a skip."""
 
     def __init__(
         self, config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]], moe: MoESpec | None = None
     ) -> None:
-        """Take parameters by role (upcycle/arch/spec.py), loaded and sharded. `moe` says what is a copy of what."""
+        """Take loaded and sharded parameters by role (upcycle/arch/spec.py). `moe` says which experts are copies."""
         named = [(plain_name(name), p) for name, p in parameters if p.requires_grad]
         if not named:
             raise ValueError(NOTHING)
-        # one group: what differs between parameters follows from their names, so a checkpoint need not hold it
+        # one group: differences between parameters follow from their names, so checkpoints need not store them
         super().__init__([{"params": [p for _, p in named], "name": "all"}], {"fused": True})
         self.named, self.moe, self.decays = named, moe, True
         for name, p in named:
@@ -61,16 +61,16 @@ class Optimizer(torch.optim.Optimizer):
         self.slices = 1 if moe is None else moe.granularity
         device = local(named[0][1]).device
         self.never = torch.zeros((), dtype=torch.bool, device=device)
-        self.excess: Tensor | None = None  # what the next step divides gradients by
-        # steps skipped since the run began, the last ones in a row, and the longest row in this process
+        self.excess: Tensor | None = None  # the next step divides gradients by this
+        # skipped steps: since the run began, in a row until now, and the longest row in this process
         self.skipped, self.in_a_row, self.longest = (
             torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)
         )
-        # what a checkpoint holds of these, and how many steps are in the mean; a resume fills the tensors in place
+        # saved in checkpoints, with the number of steps in the mean; a resume fills the tensors in place
         self.param_groups[0] |= {"skipped": self.skipped, "in_a_row": self.in_a_row, "averaged": 0}
 
     def follow(self, config: OptimConfig) -> None:
-        """Update by `config` from here on what has gradients now; what has none keeps weights and moments."""
+        """Use `config` from now on for parameters with gradients; the others keep their weights and moments."""
         self.config = config = settled(config, self.moe)
         self.slots = [make_slot(config, name, p, self.state[p]) for name, p in self.named if p.requires_grad]
         if not self.slots:
@@ -79,36 +79,37 @@ class Optimizer(torch.optim.Optimizer):
             self.slots = [replace(slot, decay=0.0) for slot in self.slots]
         self.buckets = make_buckets([slot for slot in self.slots if slot.rule == "adamw"])
         device = local(self.slots[0].parameter).device
-        wide = torch.float64 if device.type == "cpu" else torch.float32  # what torch's fused AdamW reads of a GPU
+        # the dtype that torch's fused AdamW reads on a GPU
+        wide = torch.float64 if device.type == "cpu" else torch.float32
         self.rates = {slot.multiplier: torch.zeros((), dtype=wide, device=device) for slot in self.slots}
         self.share, self.shrink = config.share or 0.0, config.shrink or 0.0
-        # adapters are no copies: the mean of their products is not the product of their means
+        # adapters do not count as copies: the mean of their products is not the product of their means
         experts = [s for s in self.slots if "experts" in s.name.split(".") and not is_adapter(s.name)]
         self.copies = experts if self.share or self.shrink else []
 
     @torch.no_grad()
     def clip(self, reduce: Reduce | None = None, elsewhere: Container[str] = ()) -> Tensor:
-        """Return the global norm of all gradients. The next step scales them to a norm of at most `config.clip` as it
-        reads them, so that clipping costs no pass of its own. `elsewhere`: what another pipeline stage counts."""
+        """Return the global norm of all gradients. The next step scales them to at most `config.clip` while it reads
+        them, so that clipping needs no extra pass. `elsewhere`: parameters that another pipeline stage counts."""
         gradients = {slot.name: slot.gradient for slot in self.slots}
         norm = global_norm([grad for name, grad in gradients.items() if name not in elsewhere], reduce)
         self.excess = ((norm + 1e-6) / self.config.clip).clamp(min=1.0) if self.config.clip else None
         return norm
 
     def pace(self, lr: float) -> None:
-        """Set the learning rate, on the device: a step that is recorded (record.py) reads it there."""
+        """Set the learning rate on the device, where a recorded step (record.py) reads it."""
         for multiplier, rate in self.rates.items():
             rate.fill_(lr * multiplier)
 
     @torch.no_grad()
     def step(self, lr: float | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]  # no closure
-        """Update once, at the rate that is set if none is given. Where `skip` (a bool on the device, the same on every
-        rank) is true, only the count of skipped steps changes: no weight, no moment, no step of the bias correction."""
+        """Update once, at rate `lr` or at the rate that was set. If `skip` (a bool on the device, equal on every rank)
+        is true, only the count of skipped steps changes: no weight, no moment, no step of the bias correction."""
         if lr is not None:
             self.pace(lr)
         skip, excess = self.never if skip is None else skip, self.excess
         self.excess = None
-        later = dict[str, int]()  # copies of those whose update pulls their gradients as it reads them
+        later = dict[str, int]()  # copies of experts whose update pulls their gradients while reading them
         for slot in self.copies if self.share else []:
             whole = slot.rule == "adamw" and len(local(slot.gradient)) == len(slot.gradient)
             if whole and updates.mixed(tensors_of(slot)[0]):
@@ -125,7 +126,7 @@ class Optimizer(torch.optim.Optimizer):
         torch.maximum(self.longest, self.in_a_row, out=self.longest)
 
     def without_decay(self) -> dict[str, float]:
-        """Decay no weight from now on; return by name the share that a step has taken at a learning rate of 1."""
+        """Stop weight decay from now on; return by name the decay of one step at a learning rate of 1."""
         taken = {slot.name: slot.decay * slot.multiplier for slot in self.slots}
         self.decays = False
         self.follow(self.config)
@@ -133,22 +134,23 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def finish(self, step: int, steps: int) -> None:
-        """Keep of a step what the run's end needs, and after the last one end the run."""
+        """Update the mean of weights, and after the last step apply the mean and the shrink."""
         if self.config.average:
             self.average(step, steps)
         else:
-            self.param_groups[0]["averaged"] = 0  # the next checkpoint has no mean
+            self.param_groups[0]["averaged"] = 0  # the next checkpoint stores no mean
         if step == steps and self.shrink:
             for slot in self.copies:
                 pull_(slot.master, self.slices, self.shrink)
             copy_masters(self.copies)
 
     def average(self, step: int, steps: int) -> None:
-        """Add a step's weights to the mean of the last ones; after the run's last step the mean takes their place."""
+        """Add a step's weights to the mean of the last steps; after the last step the mean replaces them."""
         first, group = steps - round(self.config.average * steps) + 1, self.param_groups[0]
         if step < first:
             return
-        group["averaged"] = 1 if step == first else group["averaged"] + 1  # of a resume that asks for it late: the rest
+        # a resume that asks for it late averages the rest
+        group["averaged"] = 1 if step == first else group["averaged"] + 1
         pairs = [(local(slot.state["mean"]), local(slot.master)) for slot in self.slots]
         means, masters = [mean for mean, _ in pairs], [master for _, master in pairs]
         torch._foreach_lerp_(means, masters, 1 / group["averaged"])
@@ -158,7 +160,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def fresh_state(config: OptimConfig, slot: Slot) -> dict[str, Tensor]:
-    """Return what the optimiser keeps of a parameter before its first step."""
+    """Return the optimiser's state of a parameter before its first step."""
     master = slot.parameter.detach()
     state = {}
     if master.dtype not in (torch.float32, torch.float64):

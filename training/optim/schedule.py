@@ -1,10 +1,10 @@
-"""Give the learning rate as a pure function of the step: nothing to save, nothing to restore, nothing to drift.
+"""Compute the learning rate as a pure function of the step, so that there is nothing to save or restore.
 
     rate = schedule(config, steps)        rate(0) is for the first update, rate(steps - 1) for the last
 
-Upcycling needs the rate reset: experts differ only by what new updates teach them, so a new warm-up to about the peak
-of pre-training and a new decay win over the small rate at which the dense model ended (arXiv 2410.07524: 1e-4 or 2e-4
-with a cosine to 2e-5 beat a constant 2e-5). The defaults are that recipe, counted from step 0 of this run.
+Upcycling needs a fresh schedule: experts differ only by new updates, so a new warm-up to about the peak of pre-training
+and a new decay beat the small rate at which the dense model ended (arXiv 2410.07524: 1e-4 or 2e-4 with a cosine to 2e-5
+beat a constant 2e-5). The defaults are that recipe, counted from step 0 of this run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class ScheduleConfig:
     ELSEWHERE: ClassVar = {"lr": "schedule.peak", "learning_rate": "schedule.peak", "min_lr": "schedule.final"}
 
     shape: str = "cosine"  # constant | linear | cosine | wsd: warm-up, stable, decay
-    peak: float = 2e-4  # learning rate after the warm-up; a reset: near the peak of pre-training, not where it ended
-    final: float = 2e-5  # learning rate of the last step; not used by constant
-    warmup: int = 100  # steps; the first of them is already above 0
-    decay: float = 0.2  # wsd: the share of all steps that decays
+    peak: float = 2e-4  # learning rate after the warm-up: near the peak of pre-training, not where pre-training ended
+    final: float = 2e-5  # learning rate of the last step; constant ignores it
+    warmup: int = 100  # steps of warm-up; the first is already above 0
+    decay: float = 0.2  # wsd: share of all steps that decay
     decay_shape: str = "sqrt"  # wsd: sqrt (1 - sqrt(t), arXiv 2405.18392) | linear
 
     def __post_init__(self) -> None:
@@ -44,11 +44,9 @@ class ScheduleConfig:
 
 
 def schedule(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
-    """Return the learning rate of each of `steps` updates, counted from 0; after the last step it stays."""
+    """Return a function from an update's number, counted from 0, to its learning rate."""
     if config.warmup >= max(steps, 1):
-        raise ValueError(
-            f"schedule.warmup={config.warmup} leaves nothing of {steps} steps; set it below the number of steps"
-        )
+        raise ValueError(f"schedule.warmup={config.warmup} is not below steps={steps}; set a smaller warmup")
     start = config.warmup  # the last step at the peak
     if config.shape == "wsd":
         start = max(start, steps - 1 - max(round(config.decay * steps), 1))
@@ -63,7 +61,7 @@ def schedule(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
 
 
 def remaining(config: ScheduleConfig, done: float) -> float:
-    """Return the share of the way from peak to final that is left when `done` (0 ... 1) of the decay is over."""
+    """Return the remaining share of the way from peak to final after a share `done` (0 ... 1) of the decay."""
     if config.shape == "constant":
         return 1.0
     if config.shape == "cosine":

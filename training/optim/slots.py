@@ -1,4 +1,4 @@
-"""Decide by its name and shape whether and how a parameter is updated."""
+"""Decide from a parameter's name and shape how it is updated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from training.optim.config import OptimConfig
 from training.parallel.collectives import local
 from upcycle.plugin import nearest
 
-# words in the names of what is in no layer: of ours, and of transformers' own models
+# words in the names of parameters outside of layers, in our models and in transformers'
 OUTSIDE = {"embed", "head", "embed_tokens", "embeddings", "wte", "lm_head"}
 
 
@@ -27,7 +27,7 @@ class Slot:
     rule: str
     decay: float
     multiplier: float
-    state: dict[str, Tensor]  # the optimiser's own of it
+    state: dict[str, Tensor]  # the optimiser's state
 
     @property
     def master(self) -> Tensor:
@@ -41,23 +41,23 @@ class Slot:
 
 
 def make_slot(config: OptimConfig, name: str, parameter: nn.Parameter, state: dict[str, Tensor]) -> Slot:
-    """Return the Slot of a parameter."""
+    """Return how a parameter is updated."""
     words = name.split(".")
     router, outside = "router" in words, bool(OUTSIDE & set(words))
     vector = parameter.ndim < 2 or words[-1].endswith("bias") or any(word.endswith("norm") for word in words)
-    vector = vector or words[-1] == "A_log"  # the decay of a state, which has a row for each channel
+    vector = vector or words[-1] == "A_log"  # the decay of a state-space model, with a row for each channel
     decay = config.weight_decay if not vector and (config.router_decay or not router) else 0.0
     for group in config.groups:
         if group.decay is not None and group.holds(name):
             decay = group.decay
-    # a shared expert's gate is a matrix of one row: no directions to tell apart
+    # a shared expert's gate is a matrix of one row, which Muon cannot orthogonalise
     matrix = not (vector or router or outside) and min(parameter.shape[-2:]) > 1
     rule = "muon" if config.name == "muon" and matrix else "adamw"
     return Slot(name, parameter, rule, decay, multiplier(config, name), state)
 
 
 def multiplier(config: OptimConfig, name: str) -> float:
-    """Return what a parameter's learning rate is multiplied with; 0: it is frozen."""
+    """Return the factor of a parameter's learning rate; 0 means frozen."""
     rates = [group.lr for group in config.groups if group.holds(name)]
     if rates:
         return float(rates[-1])
@@ -68,8 +68,7 @@ def multiplier(config: OptimConfig, name: str) -> float:
 
 
 def freeze(model: nn.Module, *configs: OptimConfig) -> bool:
-    """Mark the parameters that stay as they are by all of these configs, so that no gradient is made of them; return
-    whether that is new of any."""
+    """Switch off gradients of the parameters that all of these configs freeze; return whether anything changed."""
     names = [plain_name(name) for name, _ in model.named_parameters()]
     learned = set[str]().union(*(learning(config, names) for config in configs))
     changed = [p for name, p in model.named_parameters() if p.requires_grad != (plain_name(name) in learned)]
@@ -79,31 +78,31 @@ def freeze(model: nn.Module, *configs: OptimConfig) -> bool:
 
 
 def learning(config: OptimConfig, names: Sequence[str]) -> set[str]:
-    """Return which of a model's parameters learn: the adapters alone, if it has any."""
+    """Return the names of the parameters that learn: only the adapters, if the model has any."""
     adapters = [name for name in names if is_adapter(name)]
     return {name for name in adapters or names if multiplier(config, name)}
 
 
 def check_groups(config: OptimConfig, names: Sequence[str]) -> None:
-    """Raise a ValueError for a group that holds no parameter of the whole model, and if all of the model is frozen."""
+    """Raise a ValueError if a group matches no parameter, or if every parameter is frozen."""
     for number, group in enumerate(config.groups):
         if not any(group.holds(name) for name in names):
             known = dict.fromkeys(word for name in names for word in name.split(".") if not word.isdecimal())
             raise ValueError(
-                f"optim.groups.{number}.match is {group.match!r}, which no parameter's name has"
-                f"{nearest(group.match, list(known))}; names are made of {', '.join(known)}, and layers of numbers"
+                f"optim.groups.{number}.match is {group.match!r}, which matches no parameter"
+                f"{nearest(group.match, list(known))}; names consist of {', '.join(known)} and numbers of layers"
             )
     if not learning(config, names):
         raise ValueError("optim freezes every parameter of the model; give some a learning rate above 0")
 
 
 def copy_where_apart(stored: Sequence[Tensor], used: Sequence[Tensor]) -> None:
-    """Round what was used into what is stored, where their dtypes differ."""
+    """Copy the values that were used into the stored tensors of another dtype, rounding them."""
     pairs = [(k, u) for k, u in zip(stored, used, strict=True) if k.dtype != u.dtype]
     if pairs:
         torch._foreach_copy_([k for k, _ in pairs], [u for _, u in pairs])
 
 
 def copy_masters(slots: Sequence[Slot]) -> None:
-    """Round the masters of parameters into the parameters, where they are apart."""
+    """Round master weights into their parameters, where these have a lower dtype."""
     copy_where_apart([local(slot.parameter) for slot in slots], [local(slot.master) for slot in slots])

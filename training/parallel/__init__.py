@@ -1,1 +1,1 @@
-"""Several processes as one: the mesh, what lies where on it, pipelines, context parallel, who is missing."""
+"""Run one model on several processes: mesh, placement, pipelines, context parallelism, and detection of lost ranks."""

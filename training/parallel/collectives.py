@@ -1,6 +1,6 @@
-"""Collectives: tensors summed, gathered and scattered over ranks; values exchanged as JSON, tensors as safetensors.
+"""Sum, gather and scatter tensors over ranks; exchange values as JSON and tensors as safetensors.
 
-Never a pickle: what comes from another rank is data and cannot run. A group of one rank is None.
+Nothing is pickled, so data from another rank cannot run code. A group of one rank is None.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Group = dist.ProcessGroup
-# torch 2.13 has new names for these two; 2.11 knows only the old ones
+# torch 2.13 renamed these two
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, as a plain tensor that shares memory with `tensor`, and its gradient where one is recorded.
+    """Return this rank's part as a plain tensor that shares memory with `tensor` and keeps its gradient.
 
-    Not detached here: detaching a DTensor goes through torch's dispatch, 25 us of host time, and an optimiser calls
-    this some thousand times a step while the device waits."""
+    It is not detached: detaching a DTensor takes 25 us on the host, and an optimiser calls this about a thousand times
+    a step while the device waits."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def box(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return [first, last) of each dimension: the part of the whole tensor that this rank holds."""
+    """Return [first, last) of each dimension for this rank's part of the whole tensor."""
     if not isinstance(tensor, DTensor):
         return [(0, size) for size in tensor.shape]
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -43,7 +43,7 @@ def box(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def all_reduce(x: Tensor, group: Group | None) -> Tensor:
-    """The sum over a group, as a new tensor; in a group of one, `x` itself."""
+    """Return the sum over a group as a new tensor; a group of one returns `x` itself."""
     if group is None:
         return x
     y = x.clone(memory_format=torch.contiguous_format)
@@ -52,14 +52,14 @@ def all_reduce(x: Tensor, group: Group | None) -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """All ranks' rows, in order of ranks."""
+    """Return all ranks' rows, in order of ranks."""
     out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     all_gather_single(out, x.contiguous(), group=group)
     return out
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """This rank's rows of the sum over ranks."""
+    """Return this rank's rows of the sum over ranks."""
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     reduce_scatter_single(out, x.contiguous(), group=group)
     return out
@@ -69,14 +69,14 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 
 def broadcast(value: Any, source: int = 0) -> Any:
-    """Rank `source`'s value, anything that JSON can hold, on every rank. All ranks call this together."""
+    """Return rank `source`'s value, which JSON must hold, on every rank. All ranks must call this together."""
     if not dist.is_initialized():
         return value
     return json.loads(broadcast_bytes(json.dumps(value).encode() if dist.get_rank() == source else b"", source))
 
 
 def broadcast_tensors(tensors: Mapping[str, Tensor], source: int = 0) -> dict[str, Tensor]:
-    """Rank `source`'s tensors, in host memory on every rank. All ranks call this together."""
+    """Return rank `source`'s tensors, in host memory, on every rank. All ranks must call this together."""
     if not dist.is_initialized():
         return dict(tensors)
     return load(broadcast_bytes(save(dict(tensors)) if dist.get_rank() == source else b"", source))
@@ -84,7 +84,7 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int = 0) -> dict[st
 
 def broadcast_bytes(data: bytes, source: int) -> bytes:
     length = torch.tensor([len(data)])
-    dist.broadcast(length, source)  # in host memory, so over gloo even where there is NCCL
+    dist.broadcast(length, source)  # in host memory, so gloo carries it even next to NCCL
     buffer = torch.zeros(int(length), dtype=torch.uint8)
     if data:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -93,13 +93,13 @@ def broadcast_bytes(data: bytes, source: int) -> bytes:
 
 
 def gather(value: Any, group: Group | None = None, device: torch.device | str = "cpu") -> list[Any]:
-    """Every rank's value, in order of ranks; otherwise as `broadcast`. `device`: where the group communicates, which
-    for a mesh's groups may be the mesh's device only."""
+    """Return every rank's value, in order of ranks, as `broadcast` does. `device`: the device on which the group
+    communicates, which for a mesh's groups is the mesh's device."""
     return [json.loads(text) for text in gather_bytes(json.dumps(value).encode(), group, device)]
 
 
 def gather_bytes(data: bytes, group: Group | None = None, device: torch.device | str = "cpu") -> list[bytes]:
-    """Return every rank's bytes, in order of ranks; otherwise as `gather`."""
+    """Return every rank's bytes, in order of ranks, as `gather` does."""
     if not dist.is_initialized():
         return [data]
     own = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8).to(device)
@@ -113,7 +113,7 @@ def gather_bytes(data: bytes, group: Group | None = None, device: torch.device |
 
 @contextmanager
 def together(what: str, group: Group | None = None) -> Iterator[None]:
-    """Context whose errors are raised on all ranks, each naming the first rank that could not do `what`."""
+    """Raise an error of any rank on all ranks, naming the first rank that could not do `what`."""
     reason: BaseException | None = None
     try:
         yield

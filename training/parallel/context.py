@@ -1,24 +1,23 @@
-"""Context parallelism: sequences are cut over cp ranks, and attention, the only part that looks across, is replaced.
+"""Cut sequences over the cp ranks, and replace attention, the only part that looks across the cut.
 
-The cut is a zig-zag. Under a causal mask late tokens look at more than early ones, so a sequence is cut into 2 * cp
-chunks and rank r holds chunks r and 2 * cp - 1 - r: every rank has the same work (for cp 4):
+The cut is a zig-zag. Under a causal mask late tokens see more than early ones, so a sequence is cut into 2 * cp chunks,
+and rank r holds chunks r and 2 * cp - 1 - r. Every rank then has the same work (for cp 4):
 
     chunk  0 1 2 3 4 5 6 7
     rank   0 1 2 3 3 2 1 0
 
-`split` cuts a batch this way. Tokens, labels and positions are cut; `documents` stay whole, since a query looks at keys
-of every rank, and every rank reads them with its batch, so that nothing is exchanged. Rotary positions come with the
-tokens.
+`split` cuts tokens, labels and positions of a batch this way. `documents` stay whole, because a query sees keys of
+every rank; each rank reads them with its batch, so nothing is exchanged. Rotary positions come with the tokens.
 
 Two ways to attend (`mesh.context`), both exact:
-- ring: keys and values go around the ranks while the queries stay. Each pair of shares is a block of its own with its
-  own log-sum-exp, and the blocks are merged by them; sending is hidden behind the block before. Any number of heads.
-  Pairs of chunks that no document joins are left out, and where documents hide nothing there is no bias.
-- ulysses: an all-to-all exchanges sequence for heads, so that each rank attends over all positions with some heads.
-  Fewer, larger messages, but heads must be divisible.
+- ring: keys and values travel around the ranks while queries stay. Each pair of shares is a block with its own
+  log-sum-exp, by which the blocks are merged. Sending overlaps with the block before. Any number of heads works. Pairs
+  of chunks without a common document are skipped, and no bias is made where documents hide nothing.
+- ulysses: an all-to-all exchanges sequence for heads, so that each rank attends over all positions with some heads. It
+  sends fewer, larger messages, but heads must be divisible.
 
 Shapes: B sequences, S positions of this rank's share, H query heads, G key/value heads, A dimensions of a head; blocks
-have heads before positions (BHSA). A `bias` of NEVER hides; it is added to the scaled logits.
+have heads before positions (BHSA). A `bias` is added to the scaled logits; NEVER hides a key.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def chunks(rank: int, cp: int) -> tuple[int, int]:
 
 
 def own(x_BS: Tensor, rank: int, cp: int) -> Tensor:
-    """A rank's share of whole sequences [B, S, ...]."""
+    """Return a rank's share of whole sequences [B, S, ...]."""
     if x_BS.shape[1] % (2 * cp):
         raise ValueError(f"a sequence of {x_BS.shape[1]} tokens cannot be cut into 2 * mesh.cp = {2 * cp} pieces")
     pieces = x_BS.chunk(2 * cp, dim=1)
@@ -54,17 +53,19 @@ def own(x_BS: Tensor, rank: int, cp: int) -> Tensor:
 
 
 def split(batch: Batch, rank: int, cp: int) -> Batch:
-    """A rank's share of a batch. Count the scored labels before; tell the model the whole sequences' `length`."""
+    """Return a rank's share of a batch. Count the scored labels before, and give the model the `length` of whole
+    sequences.
+    """
     if cp == 1:
         return batch
     return replace(batch.each(lambda x: own(x, rank, cp)), documents=batch.documents)
 
 
 def attach(model: Decoder, group: ProcessGroup | None, kind: str, tp: int = 1) -> None:
-    """Put context parallel attention into the model's layers. `group`: cp's, None if there is one rank.
+    """Put context parallel attention into the model's layers. `group`: the cp group, None for one rank.
 
-    After this the model takes shares (see `split`), whole documents, and `length`. With tensor parallelism attention
-    has heads / tp heads and, after its all-gather over tp, the whole of this cp rank's share.
+    Afterwards the model takes shares (see `split`), whole documents, and `length`. With tensor parallelism, attention
+    has heads / tp heads and, after its all-gather over tp, this cp rank's whole share.
     """
     if group is None:
         return
@@ -80,7 +81,7 @@ def attach(model: Decoder, group: ProcessGroup | None, kind: str, tp: int = 1) -
         sdpa = layer.attention.attend
         if not isinstance(sdpa, Sdpa):
             raise ValueError(
-                f"mesh.cp={cp} attends in its own way, and model.transformer_engine names attention; leave it out there"
+                f"mesh.cp={cp} replaces attention, and model.transformer_engine names attention too; leave it out there"
             )
         layer.attention.attend = way(sdpa.window, sdpa.scale, group, cap=sdpa.cap)
 
@@ -90,7 +91,7 @@ def attach(model: Decoder, group: ProcessGroup | None, kind: str, tp: int = 1) -
 
 @dataclass(frozen=True)
 class Ring:
-    """An Attend over shares. Documents are those of the whole sequences, [B, cp * S]."""
+    """Ring attention over shares. Documents are those of the whole sequences, [B, cp * S]."""
 
     window: int | None
     scale: float
@@ -102,7 +103,7 @@ class Ring:
         self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen, sink_H: Tensor | None = None
     ) -> Tensor:
         width = v_BSGA.shape[3]
-        if width < k_BSGA.shape[3]:  # keys and values go around as one tensor
+        if width < k_BSGA.shape[3]:  # keys and values travel as one tensor
             v_BSGA = functional.pad(v_BSGA, (0, k_BSGA.shape[3] - width))
         q, k, v = (x.transpose(1, 2) for x in (q_BSHA, k_BSGA, v_BSGA))
         y: Tensor = RingAttention.apply(q, k, v, sink_H, seen, self)  # type: ignore[no-untyped-call]
@@ -117,8 +118,8 @@ class Ring:
         return self.group.size()
 
     def around(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yields (rank, its tensor): this rank's own, then that of the rank before it, and so on around. The next one
-        is received while one is used."""
+        """Yield (rank, its tensor) for this rank, then for the rank before it, and so on. The next tensor is received
+        while one is used."""
         held = own
         for step in range(self.size):
             last = step == self.size - 1
@@ -128,7 +129,7 @@ class Ring:
                 held = coming.wait()
 
     def passed_on(self, tensor: Tensor) -> Coming:
-        """Send to the next rank, receive from the one before."""
+        """Send a tensor to the next rank and receive one from the rank before."""
         after, before = ((self.rank + step) % self.size for step in (1, -1))
         arriving = torch.empty_like(tensor)
         ops = [
@@ -145,7 +146,9 @@ class Ring:
             yield Block(kv, box, bias, source == self.rank and bias is None)
 
     def joined(self, seen: Seen, share: int) -> Joined | None:
-        """Which chunks documents join; None without documents. Found once a forward, because the host waits for it."""
+        """Return which chunks share documents; None without documents. Computed once per forward, because the host
+        waits.
+        """
         if seen.documents_BS is not None and Joined not in seen.found:
             chunk_BCS = seen.documents_BS.view(-1, 2 * self.size, share // 2)
             low_BC, high_BC = chunk_BCS.aminmax(dim=-1)
@@ -158,11 +161,11 @@ class Ring:
         return found
 
     def box(self, source: int, share: int, joined: Joined | None) -> Box | None:
-        """Which of this rank's queries see any of `source`'s keys, and which keys those are, in whole chunks."""
+        """Return which of this rank's queries see keys of `source`, and which keys, in whole chunks."""
         size = share // 2
 
         def sees(mine: int, other: int) -> bool:
-            nearest = (mine - other) * size - (size - 1)  # from the first query back to the last key
+            nearest = (mine - other) * size - (size - 1)  # distance from the first query to the last key
             near = mine >= other and (self.window is None or nearest < self.window)
             return near and (joined is None or joined.some[mine][other])
 
@@ -178,8 +181,8 @@ class Ring:
         return Box(first, second, hidden)
 
     def bias(self, source: int, box: Box, like: Tensor, seen: Seen) -> Tensor | None:
-        """The bias that hides keys of a block; None where nothing hides any (a whole block) or only causality does (the
-        diagonal one)."""
+        """Return the bias that hides keys of a block; None if nothing is hidden, or only by causality (the diagonal
+        block)."""
         share = like.shape[2]
         if not box.hidden and (self.window is None or self.window >= share * self.size):
             return None
@@ -201,9 +204,9 @@ class Ring:
 
 @dataclass(frozen=True)
 class Joined:
-    """Tables [chunk of queries][chunk of keys] over all sequences. `some`: in any of them, a document may reach from
-    one chunk to the other. `every`: in all of them, both chunks lie in one and the same document. Right however
-    documents are numbered, exact where the numbers rise."""
+    """Tables [chunk of queries][chunk of keys] over all sequences. `some`: in some sequence a document may reach from
+    one chunk to the other. `every`: in every sequence both chunks lie in one document. They are safe for any numbering
+    of documents, and exact if numbers rise."""
 
     some: list[list[bool]]
     every: list[list[bool]]
@@ -215,12 +218,12 @@ class Box:
 
     rows: slice  # queries
     columns: slice  # keys
-    hidden: bool  # documents hide something of it
+    hidden: bool  # documents hide part of it
 
 
 @dataclass(frozen=True)
 class Coming:
-    """A tensor on its way. The one that is sent is held too, until it has left."""
+    """A tensor that is being received, with the sent one, which must live until it has left."""
 
     sent: Tensor
     arriving: Tensor
@@ -237,7 +240,7 @@ class Block:
     """This rank's queries against one rank's keys and values [2, B, G, S, A]."""
 
     kv: Tensor
-    box: Box | None  # None: nothing is seen
+    box: Box | None  # None: no key is seen
     bias: Tensor | None
     causal: bool
 
@@ -264,8 +267,8 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Keys and values go around again. Their gradients follow one block behind, collect every rank's part, and are
-        home after a whole turn."""
+        """Send keys and values around again. Their gradients follow one block behind, collect every rank's part, and
+        arrive after a whole turn."""
         q, k, v, out, lse, sink_H = ctx.saved_tensors
         ring: Ring = ctx.ring
         d_q = torch.zeros_like(out, dtype=lse.dtype)
@@ -290,7 +293,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def merge_(out: Tensor, lse: Tensor, y: Tensor, z: Tensor) -> None:
-    """Two softmaxes over different keys become one over both, by their log-sum-exps."""
+    """Merge two softmaxes over different keys into one, by their log-sum-exps."""
     both = torch.logaddexp(lse, z.to(lse.dtype))
     out.mul_((lse - both).exp_()[..., None]).add_(y * (z - both).exp_()[..., None])
     lse.copy_(both)
@@ -301,7 +304,7 @@ def merge_(out: Tensor, lse: Tensor, y: Tensor, z: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Ulysses(Sdpa):
-    """An Attend over shares: all positions of some heads. Documents are those of the whole sequences."""
+    """Ulysses attention over shares: all positions of some heads. Documents are those of the whole sequences."""
 
     group: ProcessGroup
 
@@ -318,7 +321,7 @@ class Ulysses(Sdpa):
         return self.shares(super().__call__(q, k, v, seen, sink_H))
 
     def whole(self, x_BSHA: Tensor) -> Tensor:
-        """[B, S, H, A] -> [B, cp * S, H / cp, A], positions in order."""
+        """Exchange heads for positions: [B, S, H, A] -> [B, cp * S, H / cp, A], positions in order."""
         cp = self.group.size()
         b, s, h, a = x_BSHA.shape
         x = x_BSHA.view(b, s, cp, h // cp, a).permute(2, 0, 1, 3, 4)
@@ -327,7 +330,7 @@ class Ulysses(Sdpa):
         return ordered.transpose(0, 1).reshape(b, cp * s, h // cp, a)
 
     def shares(self, y_BSHA: Tensor) -> Tensor:
-        """The inverse of `whole`: all positions of some heads -> this rank's positions of all heads."""
+        """Invert `whole`: all positions of some heads -> this rank's positions of all heads."""
         cp = self.group.size()
         b, s, h, a = y_BSHA.shape
         y = y_BSHA.reshape(b, 2 * cp, s // (2 * cp), h, a).transpose(0, 1)
@@ -336,7 +339,7 @@ class Ulysses(Sdpa):
 
 
 class Exchange(torch.autograd.Function):
-    """An all-to-all: x[i] goes to rank i. It is its own inverse and its own gradient."""
+    """All-to-all: x[i] goes to rank i. It is its own inverse and its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,13 +1,12 @@
-"""Which rank does what: the only place that knows ranks.
+"""Map ranks to axes: the only place that knows ranks.
 
 Two grids over the same ranks, with the pipeline outermost in both ("folding"):
 
     attention and dense parts:  reshape(pp, dp_replicate, dp_shard, cp, tp)
     routed experts:             reshape(pp, edp, ep, etp)
 
-Nothing ties ep to tp or dp, except that both grids have the same pipeline stages. Going from one grid to the other
-takes no communication: every rank brings its own tokens, [sequence / (cp * tp)] of each of its sequences, to the
-dispatcher.
+ep does not depend on tp or dp, except that both grids have the same pipeline stages. Changing the grid needs no
+communication: every rank brings its own tokens, [sequence / (cp * tp)] of each of its sequences, to the dispatcher.
 
 Example, 8 ranks, tp=2 cp=2 ep=8: tp [0,1] [2,3] .., cp [0,2] [1,3] .., dp_shard [0,4] .., ep [0..7].
 """
@@ -34,22 +33,22 @@ AXES = ("tp", "cp", "pp", "dp_replicate", "ep", "etp")
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """What the number of ranks does not say by itself; dp_shard and edp follow."""
+    """The sizes of the mesh's axes; dp_shard and edp follow from the number of ranks."""
 
-    tp: int = 1  # tensor parallel: heads and neurons; between them each rank holds a part of the sequence
-    cp: int = 1  # context parallel: a sequence is cut into 2 * cp pieces, a rank holds an early and a late one
+    tp: int = 1  # tensor parallel: divides heads and neurons, and the sequence in between
+    cp: int = 1  # context parallel: a sequence is cut into 2 * cp pieces, and a rank holds an early and a late one
     pp: int = 1  # pipeline stages
-    dp_replicate: int = 1  # copies of the sharded model (HSDP): gathers stay inside a copy, gradients cross
+    dp_replicate: int = 1  # copies of the sharded model (HSDP): gathers stay inside a copy, gradients cross copies
     ep: int = 1  # expert parallel: whole experts
     etp: int = 1  # experts' tensor parallel: a slice of every expert's neurons
-    context: str = "ring"  # how cp attends: ring | ulysses (training/parallel/context.py)
-    schedule: str = "1f1b"  # of the pipeline: gpipe | 1f1b | interleaved | zero_bubble | zbv (pipeline.py)
-    dispatcher: str = "alltoall"  # how tokens travel to experts: a file of training/dispatch
-    # with dispatcher=nvlink, how many rows a rank's experts have memory for, in times of what balanced routing sends:
-    # the host never asks how many come, and more end the run
+    context: str = "ring"  # attention of cp: ring | ulysses (training/parallel/context.py)
+    schedule: str = "1f1b"  # schedule of the pipeline: gpipe | 1f1b | interleaved | zero_bubble | zbv (pipeline.py)
+    dispatcher: str = "alltoall"  # how tokens travel to experts: the name of a file of training/dispatch
+    # with dispatcher=nvlink, the rows that a rank's experts have memory for, as a multiple of balanced routing; the
+    # host never asks how many come, and more rows end the run
     arrivals: float = 2.0
-    # free gathered weights after each use, and sum gradients after each micro-batch: least memory; false: once a step,
-    # as the stages of a pipeline do either way
+    # true: free gathered weights after each use and sum gradients after each micro-batch, which needs the least memory;
+    # false: once a step, as stages of a pipeline always do
     reshard: bool = True
 
     def __post_init__(self) -> None:
@@ -58,7 +57,7 @@ class MeshConfig:
             if isinstance(size, bool) or size < 1:
                 raise ValueError(f"mesh.{name} is {size}; it must be at least 1")
         if not self.arrivals >= 1:
-            raise ValueError(f"mesh.arrivals is {self.arrivals}; it must be at least 1, which is balanced routing")
+            raise ValueError(f"mesh.arrivals is {self.arrivals}; it must be at least 1, the rows of balanced routing")
         for name, known in (("context", CONTEXTS), ("schedule", SCHEDULES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"mesh.{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
@@ -68,12 +67,12 @@ Sizes = dict[str, int]
 
 
 def grids(config: MeshConfig, world: int) -> tuple[Sizes, Sizes]:
-    """Both grids' axes and their sizes, outermost first. `edp` is cut in two, so that experts can be replicated too."""
+    """Return the axes and sizes of both grids, outermost first. `edp` has two axes, to replicate experts."""
     c = config
     dense, routed = c.tp * c.cp * c.pp * c.dp_replicate, c.ep * c.etp * c.pp
     assert world % dense == 0 and world % routed == 0, "check() first"
     copy = world // (c.pp * c.dp_replicate)  # ranks of one copy of one stage
-    # an ep group that spans several copies spreads one set of experts over them: then no expert is replicated
+    # an ep group across several copies spreads one set of experts over them, so no expert is replicated
     replicate = c.dp_replicate if copy % (c.ep * c.etp) == 0 else 1
     attention = {"pp": c.pp, "dp_replicate": c.dp_replicate, "dp_shard": world // dense, "cp": c.cp, "tp": c.tp}
     experts = {
@@ -87,7 +86,7 @@ def grids(config: MeshConfig, world: int) -> tuple[Sizes, Sizes]:
 
 
 def groups(sizes: Sizes, axes: tuple[str, ...]) -> list[list[int]]:
-    """The ranks that differ in `axes` only, group by group."""
+    """List the groups of ranks that differ in `axes` only."""
     ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     dims = [list(sizes).index(axis) for axis in axes]
     last = tuple(range(ranks.dim() - len(dims), ranks.dim()))
@@ -100,7 +99,7 @@ def groups(sizes: Sizes, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def check(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: int) -> None:
-    """Refuse a mapping that cannot run, in one sentence with the nearest one that can."""
+    """Raise a ValueError if a mapping cannot run, and name the nearest mapping that can."""
     reason = problem(config, world, spec, sequence)
     if reason:
         near = nearest(config, world, spec, sequence)
@@ -113,7 +112,7 @@ def check(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: i
 
 
 def problem(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: int) -> str:
-    """The first thing that is wrong, in words; "" if nothing is."""
+    """Return the first problem of a mapping as a sentence, or ""."""
     said = in_sizes(config, world, spec, sequence)
     if said or not isinstance(spec, MoESpec):
         return said
@@ -125,8 +124,8 @@ def problem(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence:
 
 
 def in_sizes(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: int) -> str:
-    """The first size that is wrong, whatever the others make of the ranks. A size that is wrong with every other axis
-    at 1 is wrong in any mapping."""
+    """Return the first size that is impossible in any mapping, as a sentence, or "": one that is wrong even if every
+    other axis is 1."""
     c, moe = config, spec if isinstance(spec, MoESpec) else None
     dense = moe.dense if moe else spec
     assert isinstance(dense, DenseSpec)
@@ -163,7 +162,7 @@ def changed_to(config: MeshConfig, axes: Sequence[str], sizes: Sequence[int]) ->
 
 
 def nearest(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: int) -> MeshConfig:
-    """A possible mapping with as few keys changed as can be, and each as little. A copy a rank is always possible."""
+    """Return a possible mapping with the fewest and smallest changes. One copy per rank is always possible."""
     alone = {
         axis: [
             n
@@ -195,9 +194,9 @@ def nearest(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence:
 
 
 class ParallelMesh:
-    """This rank's place in both grids, and the process groups along their axes.
+    """This rank's coordinates in both grids, and the process groups along their axes.
 
-    A process without torch.distributed is a mesh of one: every size is 1 and every group None.
+    Without torch.distributed it is a mesh of one: every size is 1 and every group None.
     """
 
     def __init__(self, config: MeshConfig, *, world: int | None = None, device_type: str = "cpu") -> None:
@@ -211,7 +210,7 @@ class ParallelMesh:
         self.edp = self._experts["edp_replicate"] * self._experts["edp_shard"]
         self._meshes: tuple[DeviceMesh, DeviceMesh] | None = None
         if not alone:
-            # all groups are made here, because every rank comes here and must make them in the same order
+            # all groups are created here, because every rank must create them in the same order
             ranks = torch.arange(self.world)
             meshes = [
                 DeviceMesh(device_type, ranks.view(*sizes.values()), mesh_dim_names=tuple(sizes))
@@ -226,13 +225,13 @@ class ParallelMesh:
 
     @property
     def attention(self) -> DeviceMesh:
-        """Axes pp, dp_replicate, dp_shard, cp, tp."""
+        """Return the mesh with axes pp, dp_replicate, dp_shard, cp, tp."""
         assert self._meshes, "one process without torch.distributed has no device mesh"
         return self._meshes[0]
 
     @property
     def experts(self) -> DeviceMesh:
-        """Axes pp, edp_replicate, edp_shard, ep, etp."""
+        """Return the mesh with axes pp, edp_replicate, edp_shard, ep, etp."""
         assert self._meshes, "one process without torch.distributed has no device mesh"
         return self._meshes[1]
 
@@ -240,7 +239,7 @@ class ParallelMesh:
         return self.edp if axis == "edp" else self.sizes[axis]
 
     def index(self, axis: str) -> int:
-        """This rank's coordinate along `axis`."""
+        """Return this rank's coordinate along `axis`."""
         sizes, axes = self._grid((axis,))
         index = 0
         for name in axes:
@@ -249,9 +248,9 @@ class ParallelMesh:
         return index
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one in `axes` only; None if that is this rank alone.
+        """Return the group of ranks that differ from this one in `axes` only; None if it is this rank alone.
 
-        `axes` are of one grid, and neighbours in it once axes of size 1 are left out.
+        `axes` must belong to one grid and be neighbours there, not counting axes of size 1.
         """
         sizes, names = self._grid(axes)
         names = tuple(name for name in names if sizes[name] > 1)
@@ -260,24 +259,24 @@ class ParallelMesh:
         return self._line(names).get_group()
 
     def tokens_group(self) -> dist.ProcessGroup | None:
-        """The group of this pipeline stage's ranks, each of which has different tokens."""
+        """Return the group of this pipeline stage's ranks, which all have different tokens."""
         return self.group("dp_replicate", "dp_shard", "cp", "tp")
 
     def fsdp(self, kind: Kind) -> DeviceMesh:
-        """The mesh for fully_shard: one axis to shard over, and before it the copies' axis if there are any (HSDP)."""
+        """Return the mesh for fully_shard: the axis to shard over, after the axis of copies if there are any (HSDP)."""
         over, copies = FSDP[kind]
         sizes, _ = self._grid(over)
         shard = self._line(tuple(name for name in over if sizes[name] > 1) or over[:1])
         return DeviceMesh._concatenate([self._line((copies,)), shard]) if sizes[copies] > 1 else shard
 
     def _line(self, axes: tuple[str, ...]) -> DeviceMesh:
-        """The mesh of neighbouring axes, flattened to one axis."""
+        """Return the mesh of neighbouring axes, flattened to one axis."""
         if len(axes) > 1:
             return self._flat[axes]
         return (self.attention if axes[0] in self._attention else self.experts)[axes[0]]
 
     def _grid(self, axes: tuple[str, ...]) -> tuple[Sizes, tuple[str, ...]]:
-        """The grid that has these axes, and the axes in its order."""
+        """Return the grid that has these axes, and the axes in its order."""
         parts = {part for axis in axes for part in (("edp_replicate", "edp_shard") if axis == "edp" else (axis,))}
         for sizes in (self._attention, self._experts):
             if parts <= set(sizes):
@@ -286,6 +285,6 @@ class ParallelMesh:
 
 
 def runs(sizes: Sizes) -> list[tuple[str, ...]]:
-    """All runs of two or more neighbouring axes, without axes of size 1 and without the pipeline."""
+    """List all runs of two or more neighbouring axes, without axes of size 1 and without the pipeline."""
     names = [name for name, size in sizes.items() if size > 1 and name != "pp"]
     return [tuple(names[a:b]) for a in range(len(names)) for b in range(a + 2, len(names) + 1)]

@@ -1,22 +1,21 @@
-"""Pipeline parallelism: stages of consecutive layers on different ranks, micro-batches going through them.
+"""Run micro-batches through stages of consecutive layers on different ranks.
 
-The schedules are torch's; what is ours is the cut, what each stage is given, and what comes out.
+The schedules are torch's. The cut into stages, the inputs and the outputs are ours.
 
-    schedule     stages a rank   waits (bubble)  what it costs
+    schedule     stages a rank   bubble          cost
     gpipe              1         most            activations of all micro-batches
     1f1b               1         as gpipe        activations of pp micro-batches
     interleaved        2         half            twice the messages
-    zero_bubble        2         less            gradients of weights are made later, in what was the wait
-    zbv                2         almost none     the same; stages lie in a V, so rank 0 has the first and the last one
+    zero_bubble        2         less            gradients of weights are computed later, in the bubble
+    zbv                2         almost none     the same; stages form a V, so rank 0 has the first and the last
 
-Splitting backward gains nothing where an autograd function of ours makes all its gradients at once: it then runs for
-the inputs and once more for the weights. The experts' function does so, and is most of an MoE's work, so the last two
-schedules are for dense models, or for waits that are longer than that.
+Splitting backward gains nothing for our autograd functions that compute all gradients at once: they run for the inputs
+and again for the weights. The experts' function is one of them and is most of an MoE's work, so the last two schedules
+suit dense models, or bubbles that are longer than that.
 
-Every rank of a pipeline reads the same batch: the first stage needs its tokens, all need positions and documents, the
-last its labels, so only hidden states travel. Everything is a sum, as everywhere: the loss is nats divided by the
-number of tokens scored by all ranks, and torch's own scaling of gradients is off. Router losses enter the gradient of
-the stage they arise on (balance.AuxLoss) and need not travel.
+Every rank of a pipeline reads the same batch: the first stage needs tokens, the last labels, all need positions and
+documents, so only hidden states travel. The loss is nats divided by the tokens that all ranks score, and torch's own
+scaling of gradients is off. Router losses enter the gradient on their own stage (balance.AuxLoss).
 
     ranges = [cut(spec, pp, name)[stage] for stage in stages(pp, name)[rank]]
     pipeline = Pipeline([Decoder(spec, part=layers) for layers in ranges], mesh, name, micro_batches)
@@ -60,14 +59,14 @@ SPLIT = ("zero_bubble", "zbv")  # gradients of inputs first, of weights later
 
 
 def stages(pp: int, schedule: str) -> list[list[int]]:
-    """The stages of each rank."""
+    """Return the stages of each rank."""
     if schedule in SINGLE:
         return [[rank] for rank in range(pp)]
     return [[rank, 2 * pp - 1 - rank if schedule == "zbv" else rank + pp] for rank in range(pp)]
 
 
 def cut(spec: DenseSpec | MoESpec, pp: int, schedule: str) -> list[range]:
-    """The layers of each stage, as even as can be, where embedding and head count as a layer each."""
+    """Return the layers of each stage, as even as possible; embedding and head count as one layer each."""
     layers = (spec.dense if isinstance(spec, MoESpec) else spec).layers
     count = pp if schedule in SINGLE else 2 * pp
     if count > layers:
@@ -85,7 +84,7 @@ def cut(spec: DenseSpec | MoESpec, pp: int, schedule: str) -> list[range]:
 
 
 def check(config: MeshConfig, micro_batches: int, *, recomputed: str = "none", compiled: bool = False) -> None:
-    """Refuse what a schedule cannot do, in one sentence."""
+    """Raise a ValueError if the schedule cannot run this config."""
     pp, name = config.pp, config.schedule
     if pp == 1:
         return
@@ -104,7 +103,7 @@ def check(config: MeshConfig, micro_batches: int, *, recomputed: str = "none", c
             f"mesh.schedule={name} needs torch 2.13, and this is {torch.__version__}; update it or use "
             "mesh.schedule=interleaved"
         )
-    # each weight's gradient would go back through its region separately, and compute the region again each time
+    # each weight's gradient would go through its region separately and compute the region again
     again = f"model.recompute={recomputed}" if recomputed != "none" else "model.compile=true" if compiled else ""
     if name in SPLIT and again:
         raise ValueError(
@@ -114,18 +113,18 @@ def check(config: MeshConfig, micro_batches: int, *, recomputed: str = "none", c
 
 
 def can_split() -> bool:
-    """Whether torch can split backward. Before 2.13 it splits functions with two outputs (our norm with the addition
-    before it) wrongly, if at all."""
+    """Return whether torch can split backward. Before 2.13 it splits functions with two outputs, such as our norm with
+    the addition before it, wrongly or not at all."""
     return bool(torch.torch_version.TorchVersion(torch.__version__) >= "2.13")
 
 
 class Pipeline:
-    """Runs micro-batches through the stages. `parts`: this rank's stages in the order of `stages()`, each a Decoder of
-    its layers, divided further or not."""
+    """Run micro-batches through the stages. `parts`: this rank's stages in the order of `stages()`, each a Decoder of
+    its layers, possibly divided further."""
 
     def __init__(self, parts: Sequence[Decoder], mesh: ParallelMesh, schedule: str, micro_batches: int) -> None:
         group = mesh.group("pp")
-        assert group is not None, "one stage is no pipeline"
+        assert group is not None, "one stage is not a pipeline"
         self.group, self.name, self.micro_batches = group, schedule, micro_batches
         placed = stages(group.size(), schedule)
         self.parts = dict(zip(placed[group.rank()], parts, strict=True))
@@ -134,24 +133,24 @@ class Pipeline:
         self.device = next(parts[0].parameters()).device
         self.dense, self.compute = parts[0].dense, parts[0].compute
         self.scored = torch.ones((), device=self.device)
-        self.shape: tuple[int, ...] = ()  # of a batch; the schedule's buffers are of one shape
+        self.shape: tuple[int, ...] = ()  # of a batch, because the schedule's buffers have one shape
         self.schedule: Any = None
         self.length: int | None = None
         for part in parts:
             part.register_forward_pre_hook(self.add_length, with_kwargs=True)
-        if schedule in SPLIT:  # backward would not find weights that were freed after forward
+        if schedule in SPLIT:  # backward would not find weights that are freed after forward
             for module in (module for part in parts for module in part.modules()):
                 if isinstance(module, FSDPModule):
                     module.set_reshard_after_forward(False)
-        # NCCL wants the first call of a group to be made by all of it, and stages call in pairs
+        # NCCL needs the first call of a group from all its ranks, and stages call in pairs
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def step(self, batch: Batch, scored: Tensor, length: int | None = None) -> Tensor:
-        """Forward and backward of all micro-batches; gradients are added to `.grad`. Returns the sum of the nats of
-        `batch`'s labels divided by `scored`, the same on all ranks of the pipeline.
+        """Run forward and backward of all micro-batches and add gradients to `.grad`. Return the nats of the batch's
+        labels divided by `scored`, equal on all ranks of the pipeline.
 
-        `batch`: this rank's tokens and labels [B, s], the same on all ranks of the pipeline; positions and documents as
-        the model wants them. `scored`: how many labels are scored by all ranks in the step. `length`: see Decoder.
+        `batch`: tokens and labels [B, s], equal on all ranks of the pipeline, with positions and documents for the
+        model. `scored`: the labels that all ranks score in the step. `length`: see Decoder.
         """
         if batch.tokens.shape[0] % self.micro_batches:
             raise ValueError(
@@ -164,7 +163,7 @@ class Pipeline:
         self.copy_tied()
         self.scored, self.length = scored, length
         arguments = {"positions_BS": batch.positions, "documents_BS": batch.documents, "labels_BS": batch.labels}
-        # torch 2.11 cannot split the backward of a stage that was given anything but tensors
+        # torch 2.11 can split the backward of a stage only if all its inputs are tensors
         arguments = {name: tensor for name, tensor in arguments.items() if tensor is not None}
         losses: list[Tensor] = []
         tokens = [batch.tokens] if 0 in self.parts else []
@@ -173,15 +172,15 @@ class Pipeline:
         return self.from_last(sum(losses[1:], losses[0]).detach() if losses else None)
 
     def follow(self, micro_batches: int) -> None:
-        """From here on a step has so many micro-batches."""
+        """Set the number of micro-batches of a step."""
         self.micro_batches, self.shape = micro_batches, ()
 
     def add_length(self, _: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return inputs, named | {"length": self.length}
 
     def planned(self) -> Any:
-        """torch's schedule, given the shapes of all that travels: to find them out it would run the model once, side
-        effects and all."""
+        """Return torch's schedule with the shapes of all that travels. Otherwise torch would run the model once to find
+        them, with all side effects."""
         sequences, tokens = self.shape
         size = sequences // self.micro_batches
         first = torch.empty(size, tokens, dtype=torch.int64, device="meta")
@@ -211,17 +210,17 @@ class Pipeline:
         return torch.promote_types(self.compute, torch.float32)
 
     def from_last(self, found: Tensor | None) -> Tensor:
-        """The last stage's number, on every rank; `found` is None on ranks without that stage."""
+        """Return the last stage's number on every rank; `found` is None on ranks without that stage."""
         total = torch.zeros((), dtype=self.wide, device=self.device) if found is None else found.to(self.wide).clone()
         dist.all_reduce(total, group=self.group)
         return total
 
     @torch.no_grad()
     def sum_tied(self) -> None:
-        """Tied embeddings are one matrix on two stages, and its gradient is the sum of theirs.
+        """Sum the gradients of tied embeddings, which are one matrix on two stages.
 
         On two ranks both get the sum, take the same step and stay equal. On one rank (zbv) only the first stage's
-        matrix is trained, and the last stage's is a copy of it.
+        matrix is trained and the last stage's is a copy of it.
         """
         gradients = [local(weight.grad) for weight in self.tied() if weight.grad is not None]
         if len(gradients) == 2:
@@ -240,16 +239,16 @@ class Pipeline:
             copies[1].copy_(copies[0])
 
     def tied(self) -> list[Tensor]:
-        """This rank's copies of the tied embedding, the first stage's first."""
+        """Return this rank's copies of the tied embedding, the first stage's first."""
         ends = (self.parts[stage] for stage in (0, self.last) if stage in self.parts)
         return [part.embed.weight for part in ends if self.dense.tied and part.embed is not None]
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, length: int | None = None) -> Tensor:
-        """The sum of the nats of `batch`'s labels, on all ranks of the pipeline; any number of sequences.
+        """Return the nats of the batch's labels on all ranks of the pipeline, for any number of sequences.
 
-        All that a tick computes is sent before the next begins, so that no order of stages can block. FSDP keeps what
-        it gathered: call shard.reshard() afterwards.
+        Each tick sends everything before the next begins, so that stages cannot block each other. FSDP keeps gathered
+        weights: call shard.reshard() afterwards.
         """
         self.copy_tied()
         self.length = length
@@ -257,7 +256,7 @@ class Pipeline:
         split = [[None] * count if x is None else x.tensor_split(count) for x in vars(batch).values()]
         pieces = [Batch(*parts) for parts in zip(*split, strict=True)]
         nats: Tensor | None = None
-        waiting: dict[tuple[int, int], Tensor] = {}  # what goes into (stage, piece)
+        waiting: dict[tuple[int, int], Tensor] = {}  # inputs by (stage, piece)
         for tick in range(self.last + len(pieces)):
             ops: list[tuple[Any, Tensor, int]] = []
             for stage, part in self.parts.items():

@@ -1,4 +1,4 @@
-"""The processes of a run: torchrun starts them, and here they find each other."""
+"""Connect the processes of a run, which torchrun starts."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from training.parallel.collectives import broadcast, gather
 from upcycle.io import disk, publish
 
-# a rank that waits longer for another one waits for a dead one; loading and checkpoints take minutes
+# a rank that waits longer waits for a dead one; loading and checkpoints take minutes
 PATIENCE = timedelta(minutes=30)
-# gloo opens a socket to a peer when it first has something to say to it: rings and trees need a few of each rank, and
-# rank 0's gathers of checkpoints one to everybody
+# gloo opens a socket to a peer at its first message: rings and trees need a few per rank, and rank 0's gathers of
+# checkpoints need one to every rank
 OTHER_FILES = 512
-COMPILERS = 10.0  # seconds that an ending process waits for torch's compile workers, which have nothing left to do
+COMPILERS = 10.0  # seconds that an ending process waits for torch's idle compile workers
 DEATH = 1  # Linux's PR_SET_PDEATHSIG
-REMEMBERED = 2000  # collectives that torch's flight recorder keeps, for a run that hangs (watch.py writes them down)
+REMEMBERED = 2000  # collectives that torch's flight recorder keeps; watch.py writes them if a run hangs
 
 
 @contextmanager
 def processes(
     device: str = "", patience: timedelta = PATIENCE, settings: Mapping[str, Any] | None = None
 ) -> Iterator[torch.device]:
-    """Context in which torch.distributed works, if there are several processes; yields this process's device. Refuses
-    `settings` that are not the same on all ranks."""
+    """Set up torch.distributed if there are several processes, and yield this process's device. Raise a ValueError if
+    `settings` differ between ranks."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -50,7 +50,9 @@ def processes(
         if not torch.cuda.is_available():
             raise ValueError(f"device is {device} and this machine has none; write device=cpu, or leave it out")
         if (own.index or 0) >= (count := torch.cuda.device_count()):
-            raise ValueError(f"{own} is asked for, and this machine has {count} GPUs; write nproc={count} or less")
+            raise ValueError(
+                f"this process needs {own}, and this machine has {count} GPUs; write nproc={count} or less"
+            )
         torch.cuda.set_device(own)
     end_with_torchrun()
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -60,12 +62,12 @@ def processes(
         finally:
             hurry_compilers()
         return
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else to every peer at once, in each of its groups
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else it connects to every peer at once, in each group
     make_room(int(os.environ["WORLD_SIZE"]))
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the name that it had first
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(REMEMBERED))
-    # gloo beside NCCL: it carries tensors in host memory
+    # gloo next to NCCL, for tensors in host memory
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     dist.init_process_group(
         backend, timeout=patience, device_id=own if own.type == "cuda" else None, **meeting_place(patience)
@@ -75,27 +77,27 @@ def processes(
         yield own
     finally:
         hurry_compilers()
-    dist.destroy_process_group()  # not after an error: the others still wait for this rank, until torchrun ends them
+    dist.destroy_process_group()  # not after an error: others wait for this rank until torchrun ends them
 
 
 def end_with_torchrun() -> None:
-    """Asks Linux to kill this process as soon as its torchrun is dead. torchrun ends its ranks itself, after 30 seconds
-    by force; where it is killed before, nobody does, because each rank has a session of its own, and one that waits for
-    the device, for a rank that does not come, hears no signal and keeps its GPU's memory."""
+    """Ask Linux to kill this process when its torchrun dies. torchrun normally ends its ranks, but if torchrun itself
+    is killed nobody does: each rank has its own session, and a rank that waits for a lost one hears no signal and keeps
+    its GPU's memory."""
     if sys.platform == "linux" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         ctypes.CDLL(None).prctl(DEATH, int(signal.SIGKILL))
 
 
 def hurry_compilers() -> None:
-    """Bounds what this process waits at its end for the process that torch compiles in: torch waits 300 seconds, and a
-    rank that is done would hold its GPU's memory as long. Does nothing where nothing was compiled."""
+    """Limit how long this process waits at its end for torch's compile workers. torch waits 300 seconds, during which a
+    finished rank would hold its GPU's memory. Without compiled code this does nothing."""
     for pool in getattr(sys.modules.get("torch._inductor.async_compile"), "_pool_set", ()):
         if isinstance(worker := getattr(pool, "process", None), subprocess.Popen):
             worker.wait = partial(ended, worker, worker.wait)  # type: ignore[method-assign]
 
 
 def ended(worker: subprocess.Popen[bytes], wait: Callable[[float | None], int], timeout: float | None = None) -> int:
-    """The exit code of a process that is to end, by force if it does not."""
+    """Return the exit code of a process that should end; kill it if it does not."""
     try:
         return wait(COMPILERS if timeout is None else min(timeout, COMPILERS))
     except subprocess.TimeoutExpired:
@@ -104,13 +106,13 @@ def ended(worker: subprocess.Popen[bytes], wait: Callable[[float | None], int], 
 
 
 def make_room(world: int) -> None:
-    """Lets this process open as many files as `world` ranks need: 1,024, the usual limit, are too few for 600."""
+    """Allow this process to open as many files as `world` ranks need; the usual limit of 1,024 is too low for 600."""
     need = world - 1 + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < need:
         if hard != resource.RLIM_INFINITY and hard < need:
             raise ValueError(
-                f"{world} ranks need {need} open files each, and {hard} are allowed here; write ulimit -n {need} "
+                f"{world} ranks need {need} open files each, and this machine allows {hard}; write ulimit -n {need} "
                 "before torchrun, or raise the hard limit of the service that starts it"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
@@ -118,8 +120,8 @@ def make_room(world: int) -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Within, these processes alone write `folder`: rank 0 holds its lock, and if it cannot, every rank is refused.
-    All ranks call this together."""
+    """Let only these processes write `folder`: rank 0 holds its lock, and if it cannot, every rank raises. All ranks
+    must call this together."""
     with ExitStack() as stack:
         refused = ""
         if rank() == 0:
@@ -134,26 +136,26 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def meeting_place(patience: timedelta) -> dict[str, Any]:
-    """Arguments of init_process_group with which all processes of one start find each other in torchrun's own store.
+    """Return arguments of init_process_group with which the processes of one start find each other in torchrun's store.
 
-    That store outlives a restart and still holds the addresses of processes that died. torch tells starts apart by the
-    number of restarts, which agents of several nodes count differently: then they wait for each other for good."""
+    The store outlives a restart and still holds addresses of dead processes. torch tells starts apart by the number of
+    restarts, which agents of several nodes count differently, so that they would wait for each other forever."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}  # a store that the processes made themselves is new
+        return {}  # the processes created the store themselves, so it is new
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)
     return {"store": part_of_this_start(store, rank, world, patience), "rank": rank, "world_size": world}
 
 
 def part_of_this_start(store: Store, rank: int, world: int, patience: timedelta) -> PrefixStore:
-    """A part of `store` that these processes have for themselves, though it may hold anything of processes before them.
+    """Return a part of `store` for these processes only, whatever earlier processes left in it.
 
-    Every process draws a name. Rank 0 tells its own to whoever has written theirs, again and again until the one that
-    wrote last as each rank has answered: dead processes' names get an answer too, but do not give one."""
+    Every process draws a name. Rank 0 sends its own name to every name that it finds, until the latest process of each
+    rank has answered. Names of dead processes get a message too but never answer."""
     name = uuid.uuid4().hex
     if rank:
         store.set(f"meet/{rank}", name)
-        first = str(store.get(f"meet/tell/{name}"), "utf-8")  # waits for it
+        first = str(store.get(f"meet/tell/{name}"), "utf-8")  # blocks until it is there
         store.set(f"meet/{first}/{name}", "here")
         return PrefixStore(f"start/{first}", store)
     others, told = [f"meet/{other}" for other in range(1, world)], set[str]()
@@ -167,7 +169,7 @@ def part_of_this_start(store: Store, rank: int, world: int, patience: timedelta)
             if store.check([f"meet/{name}/{other}" for other in names]):
                 return PrefixStore(f"start/{name}", store)
         time.sleep(0.05)
-    raise RuntimeError(f"not all of the {world} ranks came within {patience}; look for the one that did not start")
+    raise RuntimeError(f"not all of the {world} ranks arrived within {patience}; find the one that did not start")
 
 
 def rank() -> int:
@@ -178,8 +180,8 @@ def rank() -> int:
 
 
 def check_alike(settings: Mapping[str, Any]) -> None:
-    """Refuse, on every rank, settings that are not the same on all ranks: these would wait for each other in vain, or
-    train something that nobody asked for. All ranks call this together. `settings`: values by key."""
+    """Raise a ValueError on every rank if settings differ between ranks, which would block or train something
+    unintended. All ranks must call this together. `settings`: values by key."""
     text = json.dumps(settings, sort_keys=True, default=str)
     digests = gather(hashlib.sha256(text.encode()).hexdigest())
     if len(set(digests)) == 1:

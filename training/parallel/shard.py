@@ -1,10 +1,10 @@
-"""Makes a model parallel, from outside: the model's files know no mesh. Read `parallelize`.
+"""Make a model parallel from outside; the model's own files know no mesh. Start with `parallelize`.
 
-Everything is a sum. A rank's loss is its own tokens' nats divided by the number of scored tokens of *all* ranks, so the
-true gradient is the plain sum over the ranks that hold different tokens, and nobody divides by a number of ranks.
+Everything is a sum. A rank's loss is its own tokens' nats divided by the scored tokens of *all* ranks. The true
+gradient is therefore the plain sum over ranks with different tokens, and nothing is divided by a number of ranks.
 
-Over which ranks a gradient is summed depends on which tokens its parameter sees. There are three kinds of parameters
-(the table is in placement.py; training/estimating/memory.py counts by it too):
+The tokens that a parameter sees decide over which ranks its gradient is summed. There are three kinds of parameters
+(placement.py has the table, which training/estimating/memory.py uses too):
 
     tokens   embedding, head, norms, router: a rank's own tokens. Between attention and FFN each tp rank holds another
              part of the sequence, so tp is one more data axis: sharded over dp_shard x cp x tp.
@@ -13,9 +13,8 @@ Over which ranks a gradient is summed depends on which tokens its parameter sees
              on top.
     experts  whole experts over ep, neurons over etp; tokens come through the dispatcher. Sharded over edp on top.
 
-FSDP2 gathers each kind over its own mesh: a layer is a unit of kind tokens, and inside it are units for attention and
-for its dense FFN or shared expert (tensor) and for its routed experts. A parameter that no other rank shares stays out
-of FSDP.
+FSDP2 gathers each kind over its own mesh: a layer is a unit of kind tokens, with units inside for attention, for its
+dense FFN or shared expert (tensor), and for its routed experts. A parameter that no other rank shares is not in FSDP.
 
 Shapes: B sequences, S tokens each (s: of this rank), T = B * s; D hidden.
 """
@@ -59,10 +58,9 @@ def parallelize(
     recomputed: str = "none",
     compiled: bool = False,
 ) -> None:
-    """Divides `model` (a whole one, or a pipeline stage; best on the meta device) over the ranks of `mesh`.
+    """Divide `model` (whole, or a pipeline stage; best on the meta device) over the ranks of `mesh`.
 
-    The order matters: matrices are divided before the modules that compute with them are wrapped, and FSDP goes around
-    all of it.
+    The order matters: matrices are divided before their modules are wrapped, and FSDP goes around everything.
     """
     divide(model, mesh)
     if isinstance(model, Stock):
@@ -81,7 +79,7 @@ def parallelize(
     if compiled:
         for block in moe_blocks(model):
             if mesh.size("ep") * mesh.size("etp") > 1 or block.experts.backend.can.opaque:
-                # the number of rows differs from call to call, and between our kernels there is nothing to fuse
+                # the number of rows differs from call to call, and nothing between our kernels can be fused
                 block.region = uncompiled(block.region)
         model.compile_parts()
     shard_data_parallel(model, mesh)
@@ -92,7 +90,7 @@ def layers(model: Decoder) -> Iterator[Layer]:
 
 
 def dense_ffns(layer: Layer) -> list[FeedForward]:
-    """A dense layer's FFN, or the shared expert of an MoE one."""
+    """Return the FFN of a dense layer, or the shared expert of an MoE layer."""
     ffn = layer.ffn.shared if isinstance(layer.ffn, MoE) else layer.ffn
     return [ffn] if isinstance(ffn, FeedForward) else []
 
@@ -102,7 +100,7 @@ def moe_blocks(model: nn.Module) -> Iterator[MoE]:
 
 
 def divide(model: Decoder, mesh: ParallelMesh) -> None:
-    """Replaces each parameter by the part of it that tensor and expert parallel leave on this rank."""
+    """Replace each parameter by the part that tensor and expert parallel leave on this rank."""
     for name, parameter in list(model.named_parameters()):
         found = rule(name, model.dense)
         cuts = {axis: dim for axis, dim in found.cuts if mesh.size(axis) > 1}
@@ -122,7 +120,7 @@ def attention_over_tp(attention: Attention | LatentAttention, mesh: ParallelMesh
     if isinstance(attention, LatentAttention):
         of_heads, norms = (attention.q_b, attention.kv_b), (attention.q_a_norm, attention.kv_a_norm)
         for linear in (attention.q_a, attention.kv_a):
-            if linear is not None:  # each rank makes the latents, and its gradient of them is of its own heads only
+            if linear is not None:  # each rank computes all latents, and their gradient comes from its own heads only
                 linear.matrix, linear.pair = partial(summed_matrix, group), partial(own_pair, group, None)
     else:
         if attention.sinks is not None:
@@ -134,7 +132,7 @@ def attention_over_tp(attention: Attention | LatentAttention, mesh: ParallelMesh
     for norm in norms:
         if norm is not None and attention.spec.qk_norm == "full":
             norm_over_heads(norm, group)
-        elif norm is not None:  # one gain for all heads: a rank's gradient is of its own heads only
+        elif norm is not None:  # one gain for all heads, and a rank's gradient comes from its own heads only
             norm.gain = partial(summed_gain, group)
     # the sequence is dimension 1
     attention.register_forward_pre_hook(lambda _, inputs: (along_sequence(Gather, inputs[0], group), *inputs[1:]))
@@ -147,19 +145,19 @@ def ffn_over_tp(ffn: FeedForward, mesh: ParallelMesh) -> None:
         columns(ffn.gate, group)
     columns(ffn.up, group)
     rows(ffn.down, group)
-    # an FFN treats each token alone, so any dimension can be gathered, and the first needs no transposition
+    # an FFN treats each token separately, so any dimension can be gathered; the first needs no transposition
     ffn.register_forward_pre_hook(lambda _, inputs: (Gather.apply(inputs[0], group),))  # type: ignore[no-untyped-call]
     ffn.register_forward_hook(lambda _, inputs, out: Scatter.apply(out, group))  # type: ignore[no-untyped-call]
 
 
 def columns(linear: Linear, group: Group) -> None:
-    """Divides a matrix by its outputs: each rank makes some of them."""
+    """Divide a matrix by its outputs: each rank computes some of them."""
     linear.matrix, linear.pair = partial(local_matrix, 1), partial(own_pair, group, 0)
 
 
 def rows(linear: Linear, group: Group) -> None:
-    """Divides a matrix by its inputs: each rank has some of them and makes a summand of all outputs. Every rank holds
-    the whole bias and adds an equal part of it; the sum's gradient is whole on every rank, and so is the bias's."""
+    """Divide a matrix by its inputs: each rank has some inputs and computes a summand of all outputs. Every rank holds
+    the whole bias and adds an equal part of it, so its gradient is whole on every rank."""
     linear.matrix, linear.pair = partial(local_matrix, group.size()), partial(own_pair, group, 1)
 
 
@@ -173,7 +171,8 @@ def summed_matrix(group: Group, linear: Linear, dtype: torch.dtype) -> tuple[Ten
 
 
 def own_pair(group: Group, dim: int | None, linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of a matrix that is divided by its outputs (0) or inputs (1), or whole on each rank and used in part (None)."""
+    """Return this rank's pair of adapter matrices for a matrix divided by outputs (0) or inputs (1), or whole on each
+    rank and used in part (None)."""
     a, b = (summed_gradient(each, group) for each in (linear.lora_a, linear.lora_b))
     a, b = (own(a, 1, group) if dim == 1 else a), (own(b, 0, group) if dim == 0 else b)
     return a.to(dtype), b.to(dtype)
@@ -184,7 +183,7 @@ def own(whole: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def norm_over_heads(norm: Norm, group: Group) -> None:
-    """Makes an rms norm over all heads, of which each rank has some, take the mean square over all ranks."""
+    """Make an rms norm over all heads use the mean square over all ranks, since each rank has only some heads."""
     size = norm.weight.numel()  # of all ranks
 
     def normed(norm: Norm, x: Tensor) -> Tensor:
@@ -208,7 +207,7 @@ def summed_gain(group: Group, norm: Norm, dtype: torch.dtype) -> Tensor:
 
 def experts_over_ep(model: Decoder, mesh: ParallelMesh, keep: bool) -> None:
     ep, etp, slices = mesh.size("ep"), mesh.size("etp"), mesh.group("etp")
-    # one for all layers: it may hold large buffers
+    # one dispatcher for all layers, since it may hold large buffers
     dispatcher = None
     if ep * etp > 1 and model.moe is not None:
         groups = mesh.group("ep"), mesh.group("etp")
@@ -216,12 +215,12 @@ def experts_over_ep(model: Decoder, mesh: ParallelMesh, keep: bool) -> None:
     for block in moe_blocks(model):
         if dispatcher is not None:
             block.dispatcher = dispatcher
-        split = mesh.config.schedule in SPLIT  # such a schedule asks autograd for the gradients itself
+        split = mesh.config.schedule in SPLIT  # these schedules ask autograd for gradients themselves
         block.experts.weights = LocalExperts(slices, split, keep)
 
 
 def trouble(parts: Iterable[Decoder]) -> str:
-    """What a dispatcher could not say while the device worked, in a sentence, or "". Asking waits for the device."""
+    """Return a dispatcher's problem on the device as a sentence, or "". This waits for the device."""
     found = {id(block.dispatcher): block.dispatcher for part in parts for block in moe_blocks(part)}
     said = [each.trouble() for each in found.values()]
     return next((sentence for sentence in said if sentence), "")
@@ -229,15 +228,14 @@ def trouble(parts: Iterable[Decoder]) -> str:
 
 @dataclass
 class LocalExperts:
-    """Returns this rank's experts in the dtype that they compute in, copied once a step where `keep` allows it. They
-    are a model's largest tensors, and each pass over them that is saved counts. (What FSDP gathers is in that dtype
-    already.)"""
+    """Give this rank's experts in the compute dtype, copied once per step if `keep` allows it. Experts are a model's
+    largest tensors, so each saved pass over them counts. FSDP already gathers in that dtype."""
 
-    slices: Group | None  # the ranks of etp, if they are several
-    split: bool  # the schedule asks autograd for the gradients itself
+    slices: Group | None  # the ranks of etp, if there are several
+    split: bool  # the schedule asks autograd for gradients itself
     keep: bool  # keep copies from one micro-batch of a step to the next
-    copies: list[Tensor] | None = None  # none yet, or those of the step, of which autograd knows
-    left: int = 0  # forwards of the step that have yet to use the copies
+    copies: list[Tensor] | None = None  # the step's copies, which autograd knows, or None
+    left: int = 0  # forwards of the step that will still use the copies
 
     def __call__(self, experts: Experts, dtype: torch.dtype) -> ExpertWeights:
         matrices = experts.up, experts.down
@@ -253,7 +251,7 @@ class LocalExperts:
         return ExpertWeights(up.flatten(1, 2), down, experts.gated, up_bias, down_bias, low)
 
     def adapter(self, experts: Experts, name: str, whole: Tensor) -> Tensor:
-        """What goes with this rank's neurons, which are the outputs of up's adapters and the inputs of down's."""
+        """Return the part of an adapter for this rank's neurons: outputs of up's adapters, inputs of down's."""
         if self.slices is None:
             return local(whole)
         whole = summed_gradient(local(whole), self.slices)
@@ -264,18 +262,19 @@ class LocalExperts:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads and writes state outside of any graph
     def copied(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        copies: list[Tensor] = self.copies or [Summed.apply(p, local(p.detach()).to(dtype)) for p in parameters]  # type: ignore[no-untyped-call]
+        # type: ignore[no-untyped-call]
+        copies: list[Tensor] = self.copies or [Summed.apply(p, local(p.detach()).to(dtype)) for p in parameters]
         if torch.is_grad_enabled():
             self.left -= 1
-            # from the last forward on autograd holds the copies, until each layer has its gradient
+            # after the last forward autograd holds the copies until each layer has its gradient
             self.copies = copies if self.copies is not None and self.left > 0 else None
         return copies
 
 
 @contextmanager
 def one_step(blocks: Iterable[MoE], micro_batches: int) -> Iterator[None]:
-    """Context around the micro-batches of a step: no weight changes within it, so experts are copied once. Autograd
-    holds copies from forward to backward anyway, so keeping them raises no peak, unless backward makes new ones."""
+    """Copy experts once for all micro-batches of a step, since no weight changes within it. Autograd holds copies from
+    forward to backward anyway, so keeping them raises no peak, unless backward makes new ones."""
     found = [block.experts.weights for block in blocks]
     keeping = [each for each in found if isinstance(each, LocalExperts) and each.keep]
     for each in keeping:
@@ -288,8 +287,8 @@ def one_step(blocks: Iterable[MoE], micro_batches: int) -> Iterator[None]:
 
 
 class Summed(torch.autograd.Function):
-    """`copy` as a function of `parameter`. The first gradient is kept in the dtype it arrives in; later ones are added
-    in the parameter's dtype, without the wide copy that autograd would make of each."""
+    """`copy` as an autograd function of `parameter`. The first gradient keeps its dtype; later ones are added in the
+    parameter's dtype, without the wide copy that autograd would make of each."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
@@ -304,10 +303,10 @@ class Summed(torch.autograd.Function):
         if parameter.grad is not None:
             before = local(parameter.grad)
             grad = updates.total(before, grad, parameter.dtype)
-            if grad is before:  # added where it lies
+            if grad is before:  # it was added in place
                 return None, None
             parameter.grad = None
-        parameter.grad_dtype = None  # any dtype
+        parameter.grad_dtype = None  # allow any dtype
         if isinstance(parameter, DTensor):
             grad = DTensor.from_local(grad, parameter.device_mesh, parameter.placements, run_check=False)
         parameter.grad = grad
@@ -318,17 +317,17 @@ class Summed(torch.autograd.Function):
 
 
 def shard_data_parallel(model: Decoder, mesh: ParallelMesh) -> None:
-    # modules cast for themselves; but given param_dtype, FSDP casts before it gathers, and half the bytes travel
-    # sums are as wide as the masters; frozen weights may be narrower
+    # modules cast by themselves, but with param_dtype FSDP casts before it gathers, so half the bytes travel
+    # sums are as wide as master weights; frozen weights may be narrower
     masters = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     narrow = MixedPrecisionPolicy(param_dtype=model.compute, reduce_dtype=masters, cast_forward_inputs=False)
-    alone: set[nn.Parameter] = set()  # parameters that FSDP has no ranks to divide over
+    alone: set[nn.Parameter] = set()  # parameters without ranks for FSDP to divide over
     names = {module: name for name, module in model.named_modules()}
     left = {name: rule(name, model.dense) for name, _ in model.named_parameters()}
 
     def unit(module: nn.Module) -> None:
-        """Shards the parameters that no unit inside `module` has. They are gathered together, so they are alike."""
+        """Shard the parameters of `module` that no unit inside it has. They are gathered together."""
         prefix = f"{names[module]}." if names[module] else ""
         own = [left.pop(name) for name in list(left) if name.startswith(prefix)] or [Rule("tokens")]
         found = own[0]
@@ -361,12 +360,12 @@ def shard_data_parallel(model: Decoder, mesh: ParallelMesh) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    # some outputs of ours are views, which is safe: nothing changes them in place
+    # some of our outputs are views, which is safe because nothing changes them in place
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 
 def shard_stock(model: Stock, mesh: ParallelMesh) -> None:
-    """FSDP around transformers' layers, and in them around our experts, routers and what stays float32."""
+    """Put FSDP around transformers' layers, and inside them around our experts, routers and float32 parameters."""
     if mesh.world == 1:
         return
     model.casts = False
@@ -408,16 +407,16 @@ def shard_stock(model: Stock, mesh: ParallelMesh) -> None:
 
 
 def prefetch(units: Sequence[Sequence[FSDPModule]]) -> None:
-    """Makes each layer's first unit ask for the next layer's weights. FSDP by itself asks only when the host gets to
-    that layer, but at a dispatch the host waits for the device."""
+    """Make each layer's first unit request the next layer's weights. FSDP requests them only when the host reaches that
+    layer, but at a dispatch the host waits for the device."""
     for before, after in itertools.pairwise(group for group in units if group):
         before[0].set_modules_to_forward_prefetch(list(after))
         after[0].set_modules_to_backward_prefetch(list(reversed(before)))
 
 
 def synchronize(model: nn.Module, mesh: ParallelMesh, last: bool) -> None:
-    """Prepares FSDP for a micro-batch: without mesh.reshard only a step's last one sums gradients and frees weights;
-    with it each sums within a copy of the model, and the last one over the copies, which are on other nodes."""
+    """Prepare FSDP for a micro-batch. Without mesh.reshard only the step's last micro-batch sums gradients and frees
+    weights. With it each sums within a copy of the model, and the last one over copies, which are on other nodes."""
     if isinstance(model, FSDPModule) and not mesh.config.reshard:
         model.set_is_last_backward(last)
         model.set_requires_gradient_sync(last)
@@ -427,8 +426,8 @@ def synchronize(model: nn.Module, mesh: ParallelMesh, last: bool) -> None:
 
 
 def learns_anew(model: nn.Module) -> None:
-    """Makes FSDP look again at what learns, after that has changed: in which dtypes it sums a unit's gradients is
-    decided as it gathers it for the first time, and of a unit that was frozen then it does not know."""
+    """Make FSDP notice that other parameters learn now. It decides the dtypes of a unit's gradient sums at the first
+    gather, when a frozen unit has none."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -436,7 +435,7 @@ def learns_anew(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees gathered weights after forwards without a backward, for which FSDP would keep the root's."""
+    """Free gathered weights after forwards without a backward; FSDP would keep the root's."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -446,8 +445,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def own_part(batch: Batch, mesh: ParallelMesh) -> Batch:
-    """This rank's tokens and labels of its data-parallel group's sequences. Attention sees the whole cp share, which tp
-    gathers, so positions are those of the share, and documents those of whole sequences."""
+    """Return this rank's tokens and labels of its data-parallel group's sequences. Attention sees the whole cp share,
+    which tp gathers, so positions cover the share and documents the whole sequences."""
     batch = context.split(batch, mesh.index("cp"), mesh.size("cp"))
     tp, index = mesh.size("tp"), mesh.index("tp")
     tokens, labels = (part.chunk(tp, dim=1)[index] for part in (batch.tokens, batch.labels))
@@ -460,7 +459,7 @@ def own_part(batch: Batch, mesh: ParallelMesh) -> Batch:
 def place(
     model: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> None:
-    """Keeps this rank's part of a parameter that every rank has whole (or on the meta device)."""
+    """Keep this rank's part of a parameter that every rank has whole (or on the meta device)."""
     part = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
     path, _, last = name.rpartition(".")
     model.get_submodule(path).register_parameter(last, nn.Parameter(part, parameter.requires_grad))
@@ -472,8 +471,8 @@ def present(group: Group | None) -> Group:
 
 
 def along_sequence(function: type[torch.autograd.Function], x_BSD: Tensor, group: Group) -> Tensor:
-    """Applies Gather or Scatter along the sequence. They work on the first dimension, hence the transpositions, which
-    cost nothing with one sequence."""
+    """Apply Gather or Scatter along the sequence. They work on the first dimension, so this transposes, which costs
+    nothing with one sequence."""
     y: Tensor = function.apply(x_BSD.transpose(0, 1), group)  # type: ignore[no-untyped-call]
     return y.transpose(0, 1)
 
@@ -494,7 +493,7 @@ def summed(x: Tensor, group: Group) -> Tensor:
 
 
 class Gather(torch.autograd.Function):
-    """All ranks' rows; its gradient is summed and scattered."""
+    """Gather all ranks' rows; the gradient is summed and scattered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -507,7 +506,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """This rank's rows of the sum over ranks."""
+    """Sum over ranks and keep this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -520,7 +519,7 @@ class Scatter(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """The sum over ranks. Each rank uses the sum in its own way, so its gradients are summed over ranks too."""
+    """Sum over ranks. Each rank uses the sum differently, so its gradients are summed over ranks too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -544,7 +543,7 @@ class SumGradient(torch.autograd.Function):
 
 
 class Part(torch.autograd.Function):
-    """x / parts, but with x's whole gradient: an equal part of a tensor that each of `parts` ranks holds whole."""
+    """Return x / parts with x's whole gradient: an equal part of a tensor that each of `parts` ranks holds whole."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:

@@ -1,21 +1,20 @@
-"""Ends all ranks when one dies, and names that one; a collective by itself only says that somebody is missing.
+"""End all ranks when one dies, and name it; a collective alone only says that some rank is missing.
 
     with processes() as device, guarded() as watch:
         for step in ...:
             watch.doing(f"step {step}")        # the same words in the same order on every rank
-            watch.enter("data")                # a part of it; "": what lies between parts
+            watch.enter("data")                # a part of the step; "" between parts
             ...
 
-A thread of each rank leaves a sign of life in torchrun's store every two seconds, with what the rank is doing and where
-its code stands: in which collective, called from where. Rank 0 reads everybody's sign, the others read rank 0's. Three
-things end a run, each with one sentence:
+A thread of each rank writes a sign of life to torchrun's store every two seconds: what the rank is doing, the line of
+code and the collective. Rank 0 reads all signs, the others read rank 0's. Three things end a run with one sentence:
 
     a rank failed        its exception, in its own words
     a rank fell silent   killed, frozen, or its node is gone
-    a rank is late       alive, but at one thing for longer than the run's patience, while others wait further on
+    a rank is late       alive, but busy with one thing for longer than the run's patience while others wait
 
-As it ends, each rank writes down what torch's flight recorder remembers of its last collectives, in the run's folder:
-which of them a rank did not come to says where it left the others.
+At the end, each rank writes its last collectives from torch's flight recorder to the run's folder: the first one that a
+rank missed shows where it left the others.
 """
 
 from __future__ import annotations
@@ -47,39 +46,39 @@ from upcycle.io import disk
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = distributed_c10d.__file__
-PLAIN = str(Path(__file__).with_name("collectives.py"))  # its callers say more than itself
+PLAIN = str(Path(__file__).with_name("collectives.py"))  # its callers say more than this file
 INTERVAL = 2.0  # seconds between signs of life
-SILENCE = 60.0  # seconds without a sign after which a rank counts as dead: long, for something may hold Python's lock
-# torch's flight recorders by what they record: JSON, where what NCCL's own watchdog writes is a pickle
+SILENCE = 60.0  # seconds without a sign until a rank counts as dead: long, because something may hold Python's lock
+# torch's flight recorders; they give JSON, while NCCL's own watchdog writes a pickle
 RECORDERS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
-WRITTEN = 10.0  # seconds after which a process ends though they do not answer: a device that hangs may keep them
-# words of errors that only say that another rank is missing
+WRITTEN = 10.0  # seconds that a process waits for them at its end: a hanging device may block them
+# phrases of errors that only mean that another rank is missing
 PEERS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out", "Broken pipe")
 
 
 @contextmanager
 def guarded(patience: timedelta = PATIENCE, interval: float = INTERVAL, folder: Path | None = None) -> Iterator[Watch]:
-    """Context in which the failure of one rank ends them all; yields the Watch. One process has nobody to watch.
-    `folder`: where ranks that end so leave their last collectives."""
+    """End all ranks when one fails, and yield the Watch. A single process has nothing to watch. `folder`: where ranks
+    write their last collectives."""
     if not dist.is_initialized() or "MASTER_ADDR" not in os.environ:
         yield Watch(0, 1)
         return
-    if folder and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # where NCCL's watchdog writes, if it is faster
+    if folder and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # where NCCL's watchdog writes, if it acts first
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl-rank-"))
-    # a connection of its own: the main thread may be waiting on the other one
+    # a separate connection, since the main thread may be waiting on the other
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
     except RuntimeError as error:
         raise RuntimeError(f"the processes' store at {address}:{port} does not answer; was this torchrun?") from error
-    # torchrun's store outlives a restart with its old entries, and nodes count restarts each for itself: so the time
+    # torchrun's store keeps old entries after a restart, and each node counts restarts itself: so the time
     own = PrefixStore(f"watch/{broadcast(time.time_ns())}", store)
     end = partial(leave, folder=folder, rank=dist.get_rank())
     watch = Watch(dist.get_rank(), dist.get_world_size(), own, patience.total_seconds(), interval, end)
     watch.start()
     try:
         yield watch
-        dist.barrier()  # all end together, or the first to end would look dead to ranks that still work
+        dist.barrier()  # end together, or the first to end would look dead to the others
     except BaseException as error:
         watch.failed(error)
         raise
@@ -88,12 +87,12 @@ def guarded(patience: timedelta = PATIENCE, interval: float = INTERVAL, folder: 
 
 
 def leave(sentence: str, folder: Path | None = None, rank: int = 0) -> None:
-    """Prints the sentence, writes this rank's last collectives into the folder and ends the process at once: the main
+    """Print the sentence, write this rank's last collectives to the folder, and end the process at once, since the main
     thread may be in a collective that never returns."""
     told = f"; the last collectives of each rank are in {folder}/collectives-rank-*.json" if folder else ""
     print(f"training: {sentence}; this run ends{told}", file=sys.stderr, flush=True)
     if folder:
-        with suppress(Exception):  # the sentence is said, and the process has to end
+        with suppress(Exception):  # the sentence is printed, and the process must end
             faulthandler.dump_traceback_later(WRITTEN, exit=True)
             disk.make_folder(folder)
             disk.write_atomic(folder / f"collectives-rank-{rank}.json", recorded())
@@ -101,19 +100,19 @@ def leave(sentence: str, folder: Path | None = None, rank: int = 0) -> None:
 
 
 def recorded() -> bytes:
-    """What torch's flight recorders remember, as JSON."""
+    """Return the records of torch's flight recorders as JSON."""
     asked = {name: getattr(c10d, call, None) for name, call in RECORDERS.items()}
     told = {name: call() for name, call in asked.items() if call is not None}
     return b"{" + b",".join(b'"%s":%s' % (name.encode(), text) for name, text in told.items()) + b"}"
 
 
 def standing(main: int) -> str:
-    """Where this process's work stands, in words: our function, and the collective that it waits for."""
+    """Describe where this process is: our function, and the collective that it waits for."""
     stacks = sys._current_frames()
     if main not in stacks:
         return ""
     place, call, backward = read_stack(stacks[main])
-    if backward and not call:  # on a GPU gradients are made by another thread
+    if backward and not call:  # on a GPU another thread computes gradients
         own = threading.get_ident()
         found = [read_stack(stack) for thread, stack in stacks.items() if thread not in (main, own)]
         place, call, _ = next((each for each in found if each[0] and each[1]), (place, call, backward))
@@ -121,7 +120,7 @@ def standing(main: int) -> str:
 
 
 def read_stack(frame: FrameType | None) -> tuple[str, str, bool]:
-    """(our function that is called last, torch's collective, whether autograd makes gradients) of a thread."""
+    """Return a thread's innermost function of ours, torch's collective, and whether autograd is running."""
     place, call, backward = "", "", False
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
@@ -136,20 +135,19 @@ def read_stack(frame: FrameType | None) -> tuple[str, str, bool]:
 
 @dataclass
 class Sign:
-    """What a rank last said, and when that was heard."""
+    """A rank's last sign of life, and when it was read."""
 
     said: dict[str, Any]
     heard: float
 
 
-# said by who has said nothing yet
+# the sign of a rank that has not written one
 NOTHING: dict[str, Any] = {"number": 0, "what": "the start", "host": "", "at": "", "since": 0.0}
 
 
 @dataclass
 class Watch:
-    """One rank's watch: its sign of life, and its view of the others'. `end`: called with the sentence that ends the
-    run."""
+    """One rank's sign of life, and its view of the others'. `end`: called with the sentence that ends the run."""
 
     rank: int
     world: int
@@ -157,9 +155,9 @@ class Watch:
     patience: float = PATIENCE.total_seconds()
     interval: float = INTERVAL
     end: Callable[[str], None] = leave
-    _what: tuple[int, str, float] = (0, "the start", 0.0)  # number, words, since when
+    _what: tuple[int, str, float] = (0, "the start", 0.0)  # number, words, start time
     _task: str = ""
-    _main: int = 0  # the thread that works
+    _main: int = 0  # the main thread
     _beats: int = 0
     _stop: threading.Event = field(default_factory=threading.Event)
     _signs: dict[int, Sign] = field(default_factory=dict)
@@ -170,20 +168,20 @@ class Watch:
         self._what = (self._what[0] + 1, what, time.monotonic())
 
     def enter(self, part: str) -> None:
-        """Says which part of what the rank is doing comes now, "" if none: who waits behind a part must not look as if
-        it were still in it."""
+        """Name the part of the step that starts now, "" for none, so that a rank that waits after a part does not seem
+        to be in it."""
         words = f"the {part} of {self._task}" if part else self._task
         self._what = (self._what[0] + 1, words, time.monotonic())
 
     # ---- what ends a run
 
     def failed(self, error: BaseException) -> None:
-        """Tells the others of this rank's error. If the error only says that another rank is missing, waits for the
-        thread to find out which one and to end the run."""
+        """Tell the others this rank's error. If it only means that another rank is missing, wait for the thread to find
+        out which and to end the run."""
         if self.store is None:
             return
         if any(word in str(error) for word in PEERS) or isinstance(error, dist.DistError):
-            with suppress(RuntimeError):  # where the store is gone the thread notices too, and has to be waited for
+            with suppress(RuntimeError):  # if the store is gone the thread notices too; wait for it
                 self.store.set("doubt", "1")
             self._stop.wait(10 * self.interval)
         else:
@@ -193,12 +191,12 @@ class Watch:
                 self.store.compare_set("verdict", "", f"rank {self.rank} failed in {self._what[1]} ({words})")
 
     def verdict(self, now: float) -> str:
-        """The sentence that ends the run, "" while nothing is wrong: rank 0 judges all ranks, the others rank 0."""
+        """Return the sentence that ends the run, or "": rank 0 judges all ranks, the others judge rank 0."""
         assert self.store is not None
         if self.store.check(["verdict"]):
             return str(self.store.get("verdict"), "utf-8")
         watched = [str(rank) for rank in range(self.world)] if self.rank == 0 else ["0"]
-        if not self.store.check(watched):  # who has not left a first sign counts as heard now, and may fall silent too
+        if not self.store.check(watched):  # a rank without a first sign counts as heard now, and may fall silent later
             for rank in watched:
                 self._signs.setdefault(int(rank), Sign(dict(NOTHING), now))
             watched = [rank for rank in watched if self.store.check([rank])]
@@ -214,7 +212,7 @@ class Watch:
         return f"{self.named(dead)} died or froze, in {self._signs[dead[0]].said['what']}" if dead else ""
 
     def late(self, doubt: bool) -> str:
-        # in doubt somebody's patience has ended already, and silent ranks have had their time: half of it is enough
+        # some rank's patience has already ended, so half of the time is enough for silent ranks
         seconds = {rank: float(sign.said["since"]) for rank, sign in self._signs.items()}
         if self.rank != 0 or max(seconds.values()) < self.patience * (0.5 if doubt else 1.0):
             return ""
@@ -233,8 +231,8 @@ class Watch:
         )
 
     def odd_ones(self, ranks: list[int]) -> list[int]:
-        """Of ranks at the same thing, the fewest that stand at one place: of those outside of any collective, if there
-        are some, because who is in one waits for others."""
+        """Return the smallest group of ranks that are at one place in the code, preferring ranks outside of
+        collectives, because ranks in a collective wait for others."""
         at = {rank: self._signs[rank].said["at"] for rank in ranks}
         outside = [rank for rank in ranks if ", for " not in at[rank]] or ranks
         return min(([r for r in outside if at[r] == place] for place in {at[r] for r in outside}), key=len)
@@ -273,6 +271,6 @@ class Watch:
                     self.store.compare_set("verdict", "", verdict)
             except RuntimeError:
                 verdict = f"the store of the processes is gone, and with it rank 0 or torchrun on its node ({what})"
-        # time for ranks that are about to fail by themselves, and for the others to read rank 0's verdict
+        # give ranks time to fail by themselves, and the others time to read rank 0's verdict
         if verdict and not self._stop.wait(2 * self.interval):
             self.end(verdict)

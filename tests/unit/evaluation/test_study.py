@@ -197,7 +197,7 @@ def test_an_arm_of_equal_flops_or_seconds_has_a_whole_schedule_of_its_own(tmp_pa
     assert [t.config.steps for t in trials(plan, found) if t.arm == "long"] == [155] * 3
     wider = plan_of(tmp_path, "arms.long.batch=4", arms=arms)  # twice the tokens a step: half the steps
     assert lengths.steps(wider, costs, {"slow": 0.25, "moe": 0.5})["long"] == 78
-    with pytest.raises(ValueError, match=r"arm long: schedule\.warmup=5 leaves nothing of 5 steps"):
+    with pytest.raises(ValueError, match=r"arm long: schedule\.warmup=5 is not below steps=5"):
         lengths.steps(plan, {**costs, "long": 62.0}, {"slow": 0.25, "moe": 0.5})
 
 

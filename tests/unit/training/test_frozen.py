@@ -82,7 +82,7 @@ def test_the_last_group_that_says_a_decay_decides_of_it() -> None:
     [
         (
             [{"match": "expert", "lr": 0}],
-            r"groups\.0\.match is 'expert', which no parameter's name has; did you mean 'exp",
+            r"groups\.0\.match is 'expert', which matches no parameter; did you mean 'exp",
         ),
         ([{"match": "*", "lr": 0}], "freezes every parameter"),
         ([{"lr": 0}], r"groups\.0\.match is ''; write words"),

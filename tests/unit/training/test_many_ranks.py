@@ -39,7 +39,7 @@ def test_open_files_grow_with_the_ranks(
 def test_too_few_open_files_are_said_before_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1200))
     with pytest.raises(
-        ValueError, match="1024 ranks need 1535 open files each, and 1200 are allowed here; write ulimit -n"
+        ValueError, match="1024 ranks need 1535 open files each, and this machine allows 1200; write ulimit -n"
     ):
         make_room(1024)
 

@@ -488,7 +488,7 @@ def test_a_bad_config_is_one_sentence(kind: type[object], values: dict[str, obje
 
 
 def test_a_warmup_as_long_as_the_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="set it below the number of steps"):
+    with pytest.raises(ValueError, match="set a smaller warmup"):
         schedule(ScheduleConfig(warmup=100), 100)
     assert schedule(ScheduleConfig(warmup=99), 100)(98) == 2e-4
 

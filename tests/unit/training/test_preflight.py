@@ -31,7 +31,7 @@ WRONG = {
     "data path": (["data.train=[nowhere]"], "there is no folder nowhere of token shards"),
     "valid path": (["data.valid=[nowhere]"], "there is no folder nowhere of token shards"),
     "a cut shard": (["data.train=[{tmp}/cut]"], "prepare or copy it again"),
-    "warm-up": (["schedule.warmup=8"], "leaves nothing of 8 steps"),
+    "warm-up": (["schedule.warmup=8"], "is not below steps=8"),
     "suite": (["eval.every=1", "eval.suite=tinny", "eval.tokenizer={place}/words"], "there is no suite 'tinny'"),
     "suite's texts": (["eval.every=1", "eval.texts=[a.txt]", "eval.tokenizer={place}/words"], "takes no texts"),
     "suite's tokenizer": (["eval.every=1"], "has no tokenizer"),

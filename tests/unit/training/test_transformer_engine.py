@@ -293,7 +293,7 @@ def test_configs_are_checked_before_anything_is_read() -> None:
 def test_attention_over_shares_of_a_sequence_is_not_its(called: list[str]) -> None:
     model = made("llama")
     transformer_engine.use(model, ["attention"])
-    with pytest.raises(ValueError, match=r"mesh\.cp=2 attends in its own way"):
+    with pytest.raises(ValueError, match=r"mesh\.cp=2 replaces attention"):
         attach(model, types.SimpleNamespace(size=lambda: 2), "ring")  # type: ignore[arg-type]
 
 
