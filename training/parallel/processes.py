@@ -48,7 +48,9 @@ def processes(
     own = torch.device(kind)
     if own.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"device is {device} and this machine has none; write device=cpu, or leave it out")
+            raise ValueError(
+                f"device is {device} and this machine has no such device; write device=cpu, or leave it out"
+            )
         if (own.index or 0) >= (count := torch.cuda.device_count()):
             raise ValueError(
                 f"this process needs {own}, and this machine has {count} GPUs; write nproc={count} or less"

@@ -262,8 +262,7 @@ class LocalExperts:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads and writes state outside of any graph
     def copied(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        # type: ignore[no-untyped-call]
-        copies: list[Tensor] = self.copies or [Summed.apply(p, local(p.detach()).to(dtype)) for p in parameters]
+        copies: list[Tensor] = self.copies or [Summed.apply(p, local(p.detach()).to(dtype)) for p in parameters]  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled():
             self.left -= 1
             # after the last forward autograd holds the copies until each layer has its gradient
