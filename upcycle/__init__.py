@@ -9,4 +9,4 @@ if TYPE_CHECKING:
     from upcycle.api import Plan, convert, inspect, plan, push, verify
 
 __all__ = ["Plan", "__version__", "convert", "inspect", "plan", "push", "verify"]
-__getattr__ = lazy(__name__, __all__)  # on first use: importing the package should not wait for torch
+__getattr__ = lazy(__name__, __all__)  # on first use, so that importing the package does not wait for torch

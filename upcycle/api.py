@@ -1,4 +1,4 @@
-"""The converter for notebooks and scripts: what its commands do, with values in place of words. docs/api.md."""
+"""The converter's Python API: each function does what a command does (docs/api.md)."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Config = str | PathLike[str] | Mapping[str, Any] | UpcycleConfig
 
 @dataclass(frozen=True, repr=False)
 class Plan(UpcyclePlan):
-    """A plan that prints as its table."""
+    """A plan; print it to see its table."""
 
     def __repr__(self) -> str:
         return card.table(self)
 
 
 def plan(config: Config = "", /, **keys: Any) -> Plan:
-    """Return the plan of a config (a YAML file, a ready config's name, or keys and values) with `keys` in it.
+    """Return the plan of a config (a YAML file, a ready config's name, or keys and values), changed by `keys`.
 
-    Only headers are read, of a hub id from there, and nothing is written.
+    It reads headers only, from disk or from the Hub, and writes nothing.
     """
     asked = config_of(UpcycleConfig, config, keys)
     if not asked.source and not asked.donors:
@@ -46,15 +46,15 @@ def plan(config: Config = "", /, **keys: Any) -> Plan:
 
 
 def convert(config: Config | Plan = "", /, *, worker: Worker | None = None, quiet: bool = False, **keys: Any) -> Path:
-    """Make the folder `output` of a plan, or of a config, and return it. A folder that is there already stays.
+    """Write the folder `output` of a plan or a config and return it. A complete folder is kept.
 
-    Started again after it was stopped it goes on. `worker`: which of several processes this is; None: torchrun says.
+    After a stop, the same call continues. `worker`: which of several processes this is; None: as torchrun says.
     """
     made = config if isinstance(config, Plan) else plan(config, **keys)
     if isinstance(config, Plan) and keys:
         output = fspath(keys.pop("output", made.config.output))
         if keys:
-            raise ValueError(f"{', '.join(keys)} would be another plan; give such keys to upcycle.plan")
+            raise ValueError(f"{', '.join(keys)} would change the plan; pass them to upcycle.plan")
         made = replace(made, config=replace(made.config, output=output))
     if not made.config.output:
         raise ValueError("output is not set; write output=FOLDER")
@@ -73,26 +73,26 @@ def verify(
     tolerance: float | None = None,
     device: str = "cpu",
 ) -> Report:
-    """Hold a converted folder to its plan, and both models' logits to each other, on texts or random tokens.
+    """Compare a converted folder with its plan, and both models' logits on texts or random tokens.
 
-    With a `tolerance` only the logits are compared, of any two models. See Report.held.
+    With a `tolerance`, compare only the logits, of any two models. See Report.held.
     """
     return verifying.verify(fspath(dense), fspath(moe), text, tokens, sequence, dtype, tolerance, device)
 
 
 def inspect(folder: str | PathLike[str], *, tensors: bool = False) -> str:
-    """Return what a checkpoint folder, or a model of the hub, holds."""
+    """Describe a checkpoint folder or a model of the Hub."""
     with Checkpoint.open(fspath(folder)) as checkpoint:
         return inspecting.describe(checkpoint.folder, tensors=tensors)
 
 
 def push(folder: str | PathLike[str], name: str, *, private: bool = False) -> str:
-    """Send a model's folder to the Hub as `org/name`, in one commit, and return the commit's address."""
+    """Upload a model's folder to the Hub as `org/name`, in one commit, and return the commit's address."""
     return hub.push(fspath(folder), name, private=private)
 
 
 @contextmanager
 def opened(config: UpcycleConfig, open: Callable[[str], Checkpoint] = Checkpoint.open) -> Iterator[list[Checkpoint]]:
-    """Open the base of a config, then its donors, for the duration of a `with`."""
+    """Open the base of a config and its donors for the duration of a `with`."""
     with ExitStack() as stack:
         yield [stack.enter_context(open(name)) for name in (config.source or config.donors[0], *config.donors)]

@@ -1,8 +1,7 @@
-"""A plug-in is one file in a package's folder; its name is its file name.
+"""Find plug-ins: each is one file in a package's folder, named by its file name.
 
-`load("upcycle.arch.targets", "mixtral")` imports upcycle/arch/targets/mixtral.py. Nothing is registered anywhere, so
-adding a
-family, a target or a method is adding a file, and tests that walk `names(package)` test it without being told.
+`load("upcycle.arch.targets", "mixtral")` imports upcycle/arch/targets/mixtral.py. Nothing is registered
+anywhere: a new family, target or method is a new file, and tests that walk `names(package)` test it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 
 def names(package: str) -> list[str]:
-    """The plug-ins of a package, sorted. Modules that start with "_" and `common` are shared parts, not plug-ins."""
+    """List the plug-ins of a package, sorted. `common` and modules that start with "_" do not count."""
     found = pkgutil.iter_modules(importlib.import_module(package).__path__)
     return sorted(m.name for m in found if not m.ispkg and not m.name.startswith("_") and m.name != "common")
 
@@ -30,7 +29,7 @@ def load(package: str, name: str) -> ModuleType:
 
 
 def lazy(package: str, names: Sequence[str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`: it imports PACKAGE.api on the first use of one of the names."""
+    """Return a package's `__getattr__`, which imports PACKAGE.api on the first use of one of the names."""
 
     def get(name: str) -> Any:
         if name in names:
@@ -41,6 +40,6 @@ def lazy(package: str, names: Sequence[str]) -> Callable[[str], Any]:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """'; did you mean X?' if something is close, else nothing."""
+    """Return '; did you mean X?' if a known word is close, else ''."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

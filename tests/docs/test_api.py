@@ -74,5 +74,5 @@ def test_mistakes_are_one_sentence(llama: Path) -> None:
     made = plan(source=llama)
     with pytest.raises(ValueError, match="output is not set"):
         convert(made)
-    with pytest.raises(ValueError, match="experts would be another plan"):
+    with pytest.raises(ValueError, match="experts would change the plan"):
         convert(made, experts=8)

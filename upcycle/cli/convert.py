@@ -1,9 +1,9 @@
-"""Make the MoE checkpoint. Kill it and start it again as you like: it goes on where it was.
+"""Convert a dense model to an MoE checkpoint. After a stop, the same command continues.
 
 usage: upcycle convert [CONFIG] [SOURCE] [key=value ...] [nproc=N]
 
   upcycle convert ./llama output=./moe
-  upcycle convert ./llama output=./moe method.name=virtual_group target=upcycled    # slices: what won
+  upcycle convert ./llama output=./moe method.name=virtual_group target=upcycled    # slices, as we recommend
   upcycle convert llama3-8b-e8t2 ./llama output=./moe nproc=8     # eight processes share the work
 
 keys, with defaults and meaning: docs/config.md

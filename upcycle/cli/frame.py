@@ -1,4 +1,4 @@
-"""What all commands share: help without slow imports, one-sentence errors, closed pipes, Ctrl-C, words."""
+"""Shared by all commands: help without slow imports, one-sentence errors, closed pipes, Ctrl-C and words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-TYPE_CHECKING = False  # not typing's: imports up here run before start() can handle Ctrl-C, so there are few
+TYPE_CHECKING = False  # not typing's: imports here run before start() can handle Ctrl-C, so keep them few
 if TYPE_CHECKING:
     import ast
     from collections.abc import Iterable
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
 
 NAME = "upcycle"
 USER_ERROR = 2
-STOPPED = 130  # a shell's exit code for a process that Ctrl-C ended
+STOPPED = 130  # a shell's exit code after Ctrl-C
 HELP = ("-h", "--help")
 OURS = ("upcycle", "training", "evaluation")
 NEEDS = {
     "torch": "2.11",
     "transformers": "5.17",
     "safetensors": "0.6",
-}  # the oldest versions, as pyproject.toml has them
-EXTRAS = {  # package -> the extra of pyproject.toml that has it
+}  # the oldest versions, as in pyproject.toml
+EXTRAS = {  # package -> its extra in pyproject.toml
     "matplotlib": "plots", "datasets": "data", "pyarrow": "data", "lm_eval": "eval", "tensorboard": "logs",
     "wandb": "logs", "quack": "quack", "cutlass": "quack",
 }  # fmt: skip
 
 
 def start(work: Callable[[], int]) -> int:
-    """Run a program's `work`, which imports what is slow, and return the exit code."""
+    """Run a program's `work`, which does the slow imports, and return the exit code."""
     warnings.formatwarning = lambda message, *_, **__: f"{NAME}: {printable(' '.join(str(message).split()))}\n"
-    os.environ.setdefault("TORCH_LOGS_FORMAT", "[torch] %(message)s")  # by default torch adds a date and a source line
+    os.environ.setdefault("TORCH_LOGS_FORMAT", "[torch] %(message)s")  # torch would add a date and a source line
     handles_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # False in a background job
     if handles_ctrl_c:
         signal.signal(signal.SIGINT, interrupted)
     code = exit_code(work)
-    if handles_ctrl_c:  # only the teardown of libraries is left, which may end at once
+    if handles_ctrl_c:  # only the teardown of libraries is left
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     return code
 
 
 def command(*, resumes: bool = False) -> Callable[[Callable[[Sequence[str]], int]], Main]:
-    """Decorate a `main(words)` so that it returns an exit code for every outcome; without words it takes sys.argv's.
+    """Decorate a `main(words)` so that it returns an exit code for every outcome; the default words are sys.argv's.
 
-    `resumes`: the command goes on where it was when it is started again, and says so when it is stopped.
+    `resumes`: the command continues after a stop, and says so when it is stopped.
     """
 
     def wrap(work: Callable[[Sequence[str]], int]) -> Main:
@@ -70,7 +70,7 @@ def command(*, resumes: bool = False) -> Callable[[Callable[[Sequence[str]], int
 
 
 def program(module: str) -> NoReturn:
-    """Run a module's main as a program of its own; --help shows its docstring."""
+    """Run a module's main as a program; --help shows its docstring."""
     from importlib import import_module
 
     def work() -> int:
@@ -86,7 +86,7 @@ def program(module: str) -> NoReturn:
 def exit_code(work: Callable[[], int], *, resumes: bool = False) -> int:
     """Run `work` and return its exit code: a failure that a user can cause becomes one sentence on stderr.
 
-    Any other exception is a defect and keeps its traceback. `resumes`: the same command goes on after it was stopped.
+    Any other exception is a defect and keeps its traceback. `resumes`: the same command continues after a stop.
     """
     try:
         try:
@@ -96,7 +96,7 @@ def exit_code(work: Callable[[], int], *, resumes: bool = False) -> int:
                 raise ValueError(end.code) from None
             code = int(end.code or 0)
         if sys.stdout is not None:
-            sys.stdout.flush()  # inside the try: a closed pipe is no error
+            sys.stdout.flush()  # inside the try, because a closed pipe is not an error
         return code
     except BrokenPipeError:  # `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -117,18 +117,18 @@ def exit_code(work: Callable[[], int], *, resumes: bool = False) -> int:
 
 
 def missing(package: str) -> str:
-    """Return the sentence on a package that is not installed: it names the extra that has the package."""
+    """Return the sentence about a missing package; it names the extra that installs it."""
     extra = EXTRAS.get(package)
     return f"the package {package} is not installed" + (f'; pip install "upcycle[{extra}]"' if extra else "")
 
 
 def check_versions() -> None:
-    """Raise a ValueError about packages that are older than what is needed."""
+    """Raise a ValueError if a package is too old."""
     from importlib.metadata import PackageNotFoundError, version
 
     old = {}
     for package, wanted in NEEDS.items():
-        with suppress(PackageNotFoundError):  # importing it says so
+        with suppress(PackageNotFoundError):  # its import reports that
             if numbers(installed := version(package)) < numbers(wanted):
                 old[package] = installed
     if old:
@@ -143,10 +143,10 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def again(*words: str) -> list[str]:
-    """Return the command line that runs `upcycle` with these words in a new process of this Python.
+    """Return the start of a command line that runs `upcycle` in a new process of this Python.
 
-    -P: no folder of the user's hides our packages, which `python -m upcycle` would look for in the current folder. A
-    clone comes first on the path, so that no installed version hides it.
+    -P keeps folders of the user from hiding our packages, because `python -m` searches the current folder. A clone
+    comes first on the path, before an installed version.
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     first = "" if root.endswith("-packages") else f"sys.path.insert(0, {root!r}); "
@@ -165,13 +165,13 @@ def interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def say_stopped(*, resumes: bool = False) -> None:
-    more = "; the same command goes on from here" if resumes else ""
+    more = "; the same command continues from here" if resumes else ""
     if os.environ.get("RANK", "0") == "0":  # rank 0 speaks for all processes
         os.write(2, f"{NAME}: stopped{more}\n".encode())  # os.write: print itself may have been interrupted
 
 
 def printable(text: str) -> str:
-    """Escape control characters, line ends and marks that turn writing around, which could command a terminal."""
+    """Escape control characters, line ends and direction marks, which could control a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -179,7 +179,7 @@ def printable(text: str) -> str:
 
 
 def about(module: str) -> str:
-    """Return a module's docstring, and the keys of its dataclasses, without importing the module."""
+    """Return a module's docstring and the keys of its dataclasses, without importing the module."""
     import ast
     from importlib.util import find_spec
     from pathlib import Path
@@ -194,7 +194,7 @@ def about(module: str) -> str:
 
 
 def fields(node: ast.ClassDef, lines: list[str]) -> list[str]:
-    """Return the fields of a dataclass as its source has them: name, type, default and meaning."""
+    """Return the fields of a dataclass as in its source: name, type, default and meaning."""
     from ast import AnnAssign
 
     return [lines[part.lineno - 1].rstrip() for part in node.body if isinstance(part, AnnAssign)]
@@ -215,15 +215,15 @@ def file_and_words(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def named(kind: type[T], words: Sequence[str], *places: str, values: Iterable[tuple[str, Any]] = ()) -> T:
-    """Read a `kind` from words in which names stand for these places, in order, and from `values`.
+    """Read a `kind` from words whose names fill these places in order, and from `values`.
 
-    Too few names and too many are refused.
+    Too few or too many names are an error.
     """
     from upcycle.config.reading import read
 
     names, keys = names_and_words(words)
     left = [place for place in places if not any(word.startswith(f"{place}=") for word in keys)]
     if len(names) != len(left):
-        read(kind, "", keys)  # a key that is unknown is refused first
+        read(kind, "", keys)  # report an unknown key first
         raise ValueError(f"write {' '.join(place.upper() for place in left)} [key=value ...]; got {names}")
     return read(kind, "", [*(f"{place}={name}" for place, name in zip(left, names, strict=True)), *keys], values=values)

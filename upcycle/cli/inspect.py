@@ -1,4 +1,4 @@
-"""Say what a checkpoint folder holds, dense or MoE, and whether its bytes are those that were written.
+"""Describe a checkpoint folder, dense or MoE, and check whether its bytes are intact.
 
 usage: upcycle inspect FOLDER [key=value ...]
 
@@ -19,9 +19,9 @@ DAMAGED = 1
 
 @dataclass(frozen=True)
 class InspectKeys:
-    folder: str = ""  # a folder or a hub id; the first word
-    tensors: bool = False  # also name, shape, dtype and file of every tensor
-    # compare sizes and sha256 with the manifest, and all of the source, if it is here, with what was read; look for NaN
+    folder: str = ""  # a folder or a Hub id; the first word
+    tensors: bool = False  # also list name, shape, dtype and file of every tensor
+    # compare sizes and sha256 with the manifest, compare the source if it is here, and look for NaN
     check: bool = False
 
 

@@ -1,4 +1,4 @@
-"""The one door: the table of commands, and `main`, which runs one of them."""
+"""The table of commands, and `main`, which runs one of them."""
 
 from __future__ import annotations
 
@@ -8,41 +8,45 @@ from collections.abc import Sequence
 
 from upcycle.cli import frame
 
-TYPE_CHECKING = False  # as in frame.py
+TYPE_CHECKING = False  # not typing's, as in frame.py
 if TYPE_CHECKING:
     import logging
     from typing import NoReturn
 
-COMMANDS = {  # each a module with main(words) -> exit code, whose docstring is its help; and one line about it
+COMMANDS = {  # name -> module with main(words) -> exit code, whose docstring is its help, and one line about it
     "plan": ("upcycle.cli.plan", "show every tensor, size and promise of an MoE; writes nothing"),
     "convert": ("upcycle.cli.convert", "make the MoE checkpoint"),
-    "verify": ("upcycle.cli.verify", "hold a converted folder to its plan, bit for bit"),
-    "inspect": ("upcycle.cli.inspect", "say what a checkpoint folder holds, and whether it is whole"),
-    "push": ("upcycle.cli.push", "put a model's folder on the Hub"),
+    "verify": ("upcycle.cli.verify", "check a converted folder against its plan, bit for bit"),
+    "inspect": ("upcycle.cli.inspect", "describe a checkpoint folder, and check that it is complete"),
+    "push": ("upcycle.cli.push", "upload a model's folder to the Hub"),
     "prepare": ("training.cli.prepare", "turn text into token shards"),
-    "train": ("training.cli.train", "train, or go on where the run stopped"),
+    "train": ("training.cli.train", "train, or resume a run"),
     "export": ("training.cli.export", "turn a training checkpoint into a Hugging Face folder"),
-    "recommend": ("training.cli.recommend", "say what to make of a model, so many GPUs and so many tokens"),
-    "estimate": ("training.cli.estimate", "say what fits, how long it takes, and what it costs"),
+    "recommend": (
+        "training.cli.recommend",
+        "compare dense training, slices and copies for your model, GPUs and tokens",
+    ),
+    "estimate": ("training.cli.estimate", "estimate memory, hours and cost of a training run"),
     "bench": ("training.cli.bench", "measure tokens/s, TFLOP/s and memory of training steps"),
-    "eval": ("evaluation.cli.eval", "ask a model the items of a suite"),
+    "eval": ("evaluation.cli.eval", "evaluate a model on a suite of tasks"),
     "chat": ("evaluation.cli.chat", "talk to a model"),
     "compare": ("evaluation.cli.compare", "judge whether B is better than A, over seeds"),
     "routing": ("evaluation.cli.routing", "show how experts are used on texts"),
-    "report": ("evaluation.cli.report", "make one page, or one picture, of runs and results"),
+    "report": ("evaluation.cli.report", "make a page or a picture of runs and results"),
     "study": ("evaluation.cli.study", "train and judge arms x seeds"),
 }
 MODULES = {name: module for name, (module, _) in COMMANDS.items()} | {"lm-eval": "evaluation.ask.harness"}
-LAUNCHED = ("convert", "prepare", "train", "export", "bench", "eval", "estimate")  # that nproc starts several times
+# nproc starts several processes of these
+LAUNCHED = ("convert", "prepare", "train", "export", "bench", "eval", "estimate")
 
-HELP = """Turn a dense language model into a mixture of experts, train it, and judge what came of it.
+HELP = """Turn a dense language model into a mixture of experts, train it, and judge the result.
 
 usage: upcycle COMMAND ... [key=value ...]
 
 {commands}
 
 examples:
-  upcycle plan ./llama                                                # what would be made; writes nothing
+  upcycle plan ./llama                                                # show the result; writes nothing
   upcycle convert ./llama output=./moe method.name=virtual_group target=upcycled
   upcycle verify ./llama ./moe
   upcycle prepare runs/data tokenizer=./llama sources=[book.txt]
@@ -50,13 +54,13 @@ examples:
   upcycle eval tiny ./moe
   upcycle chat ./moe
 
-`upcycle COMMAND --help` says more. keys, with defaults and meaning: docs/config.md
+`upcycle COMMAND --help` shows more. Keys with defaults and meaning: docs/config.md
 """
 
 
 @frame.command()
 def main(words: Sequence[str]) -> int:
-    """Run the command that the words say: its help, several processes of it, or the command itself."""
+    """Run the command that the words name: its help, several processes of it, or the command itself."""
     name, *rest = words or frame.HELP
     if name in frame.HELP:
         listed = "\n".join(f"  {name:9} {about}" for name, (_, about) in COMMANDS.items())
@@ -70,7 +74,9 @@ def main(words: Sequence[str]) -> int:
     if name not in MODULES:
         from upcycle.plugin import nearest
 
-        raise ValueError(f"there is no command {name!r}{nearest(name, [*COMMANDS])}; there are {', '.join(COMMANDS)}")
+        raise ValueError(
+            f"unknown command {name!r}{nearest(name, [*COMMANDS])}; the commands are {', '.join(COMMANDS)}"
+        )
     show_own_packages()
     if name == "lm-eval":
         return call(name, rest)
@@ -86,20 +92,20 @@ def main(words: Sequence[str]) -> int:
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse flags, and words that the shell cut at a space."""
+    """Raise a ValueError for flags, and for words that the shell cut at a space."""
     for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
         key, equals, value = word.partition("=")
         if word.startswith("-") and word != "--":
             key = key.lstrip("-").replace("-", "_")
             value = value or ("" if after.startswith("-") or "=" in after else after)
-            raise ValueError(f"{word} is no key=value; write {key}={value or f'VALUE, or {key}=true'}")
+            raise ValueError(f"{word} is not key=value; write {key}={value or f'VALUE, or {key}=true'}")
         if equals and not key:
             raise ValueError(f"{word!r} has no key; write {before}={value or after}, without spaces around =")
         for opening, closing in ("[]", "{}"):
             if value.startswith(opening) and value.count(opening) > value.count(closing):
                 raise ValueError(
                     f"{word!r} lacks its {closing}, because the shell cuts words at spaces; "
-                    f"put all of it in quotes: '{key}={opening}...{closing}'"
+                    f"put the whole word in quotes: '{key}={opening}...{closing}'"
                 )
 
 
@@ -114,12 +120,12 @@ def call(name: str, words: list[str]) -> int:
 def launch(name: str, count: str, words: list[str]) -> int:
     """Run `count` processes of a command under torch's launcher, and return the exit code of the first that failed."""
     if name not in LAUNCHED:
-        raise ValueError(f"{name} is one process; leave nproc out (it goes with {', '.join(LAUNCHED)})")
+        raise ValueError(f"{name} runs in one process; leave nproc out (it works with {', '.join(LAUNCHED)})")
     if not count.isdecimal() or count == "0":
-        raise ValueError(f"nproc={count} is no number of processes; write for instance nproc=8")
+        raise ValueError(f"nproc={count} is not a number of processes; write for instance nproc=8")
     if "RANK" in os.environ:
-        raise ValueError(f"nproc={count} starts processes, and this is one of torchrun's; leave nproc out")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(count))))  # else torchrun says 1
+        raise ValueError(f"nproc={count} starts processes, but torchrun already started this one; leave nproc out")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(count))))  # torchrun would set 1
     import logging
 
     from torch.distributed import run as launcher
@@ -139,13 +145,13 @@ def launch(name: str, count: str, words: list[str]) -> int:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return whether a line of torch's launcher says more than the sentence of the process that failed."""
+    """Return whether a line of torch's launcher says more than the failed process's own sentence."""
     said = record.getMessage()
     return not said.startswith("Sending process") and f"(exitcode: {frame.USER_ERROR})" not in said
 
 
 def show_own_packages() -> None:
-    """Put our own folder first on the path where another package `training` or `evaluation` hides ours."""
+    """Put our folder first on the path if another package `training` or `evaluation` hides ours."""
     from importlib.util import find_spec
     from pathlib import Path
 
@@ -158,11 +164,11 @@ def show_own_packages() -> None:
 
 
 def script(*before: str) -> NoReturn:
-    """Run as a program, with `before` in front of its words."""
+    """Run as a program, with `before` in front of the words."""
     sys.argv[1:1] = before
     code = frame.start(main)
     name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if MODULES.get(name, "upcycle.").startswith("upcycle."):  # all is on the disk; torch's teardown takes 0.4 s
+    if MODULES.get(name, "upcycle.").startswith("upcycle."):  # everything is on disk; torch's teardown would take 0.4 s
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

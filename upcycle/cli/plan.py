@@ -1,4 +1,4 @@
-"""Show what would be made: every tensor, sizes, exactness. Only headers are read, and nothing is written.
+"""Show what a conversion would make: tensors, sizes, exactness. It reads headers only and writes nothing.
 
 usage: upcycle plan [CONFIG] [SOURCE] [key=value ...]
 
@@ -7,7 +7,7 @@ CONFIG is a YAML file or the name of a ready config (configs/upcycle); SOURCE is
   upcycle plan ./llama
   upcycle plan tiny ./llama
   upcycle plan meta-llama/Llama-3.1-8B experts=8 top_k=2
-  upcycle plan ./llama method.name=virtual_group target=upcycled    # 16 copies of 4 slices, top-4: what won
+  upcycle plan ./llama method.name=virtual_group target=upcycled    # 16 copies of 4 slices, top-4, as we recommend
   upcycle plan llama3-8b-e8t2 ./llama layers=every:2 target=auto
   upcycle plan ./llama router.normalize=false scale=published       # shows how inexact that is
   upcycle plan ./llama tensors=true | grep experts.0
@@ -27,8 +27,8 @@ from upcycle.cli import frame
 
 @dataclass(frozen=True)
 class PlanKeys:
-    tensors: bool = False  # also every output tensor with its sources and recipe
-    json: bool = False  # the same as one JSON object
+    tensors: bool = False  # also list every output tensor with its sources and recipe
+    json: bool = False  # print one JSON object
 
 
 @frame.command()
@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def as_json(plan: Any, *, tensors: bool) -> dict[str, Any]:
-    """Return a plan as JSON has it."""
+    """Return a plan as a JSON object."""
     from upcycle.arch import engines
     from upcycle.converting import card
     from upcycle.planning import size

@@ -1,8 +1,8 @@
-"""Put a model's folder on the Hub, in one commit: weights, configs, tokenizer, terms, card; nothing else.
+"""Upload a model's folder to the Hub in one commit: weights, configs, tokenizer, licence files and card, nothing else.
 
 usage: upcycle push FOLDER ORG/NAME [key=value ...]
 
-  upcycle push ./moe org/name dry_run=true    # what would be sent; without that it is
+  upcycle push ./moe org/name dry_run=true    # list the files; without dry_run they are sent
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from upcycle.cli import frame
 
 @dataclass(frozen=True)
 class PushKeys:
-    folder: str = ""  # the folder to send; the first word
-    name: str = ""  # org/name, made if it is not there; the second word
-    private: bool = False  # a new repository that only its owners see
+    folder: str = ""  # the folder to upload; the first word
+    name: str = ""  # org/name, created if it does not exist; the second word
+    private: bool = False  # make a new repository private
     dry_run: bool = False  # only list the files
 
 

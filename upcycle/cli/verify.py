@@ -1,4 +1,4 @@
-"""Hold a converted folder to its plan: files and random slices of weights bit for bit, and both models' logits.
+"""Check a converted folder against its plan: files and slices of weights bit for bit, and both models' logits.
 
 usage: upcycle verify DENSE MOE [key=value ...]
 
@@ -6,7 +6,7 @@ usage: upcycle verify DENSE MOE [key=value ...]
   upcycle verify ./llama ./moe text=book.txt tokens=2048 sequence=512 dtype=bfloat16
   upcycle verify ./llama ./moe tolerance=1e-4    # any two models with one vocabulary
 
-The exit code is 0 if the plan's promise held, 1 if not, and 3 if nothing was promised (a trained model, or another's).
+The exit code is 0 if the plan's promise held, 1 if not, and 3 if nothing was promised (a trained or foreign model).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ NOTHING_PROMISED = 3
 
 @dataclass(frozen=True)
 class VerifyKeys:
-    dense: str = ""  # the folder of the dense model, or a hub id; the first word
-    moe: str = ""  # the folder that was converted; the second word
+    dense: str = ""  # the dense model's folder or Hub id; the first word
+    moe: str = ""  # the converted folder; the second word
     text: tuple[str, ...] = ()  # .txt, .jsonl or .jsonl.zst files; []: random tokens
-    tokens: int = 1024  # how many are compared
-    sequence: int = 256  # tokens a sequence
+    tokens: int = 1024  # tokens to compare
+    sequence: int = 256  # tokens of a sequence
     dtype: str = "float32"  # float32 | float64 | bfloat16 | float16
-    tolerance: float | None = None  # compare logits alone, of any two models: largest |difference| / largest |logit|
-    device: str = "cpu"  # where layers are computed: cpu, cuda, cuda:1, ...
-    json: bool = False  # the report as one JSON object
+    tolerance: float | None = None  # compare only the logits, of any two models: largest |difference| / largest |logit|
+    device: str = "cpu"  # the device that computes: cpu, cuda, cuda:1, ...
+    json: bool = False  # print the report as one JSON object
 
 
 @frame.command()

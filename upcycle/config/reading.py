@@ -1,4 +1,4 @@
-"""Make a config dataclass from a YAML file and key=value words; an unknown key is an error that names the nearest."""
+"""Read a config dataclass from a YAML file and key=value words; an unknown key names the nearest key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from upcycle.plugin import nearest
 T = TypeVar("T")
 # exceptions that escape OmegaConf: for a list instead of a mapping, for `[=1`, for a list that holds itself
 NONSENSE = (TypeError, IndexError, RecursionError, json.JSONDecodeError)
-OTHER_KEY = re.compile(r"\$\{[\w.\[\]-]+\}")  # ${a.b}: all that a file may ask to be put in
+OTHER_KEY = re.compile(r"\$\{[\w.\[\]-]+\}")  # ${a.b}, the only reference that a file may use
 WANTED = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}  # OmegaConf's types, in words
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -34,10 +34,10 @@ def read(
     ready: Path = UPCYCLE,
     values: Iterable[tuple[str, Any]] = (),
 ) -> T:
-    """A `kind` from an optional YAML file (a path, or the name of a ready config), `a.b=value` words and `values`.
+    """Read a `kind` from an optional YAML file (a path or a ready config's name), `a.b=value` words and `values`.
 
-    Later ones win. Whatever is wrong is a ValueError of one sentence. ${a.b} in a YAML file or a word is the value of
-    another key; what reaches further, as ${oc.env:HOME} does, is for words alone. JSON and `values` are literal.
+    Later ones win, and every mistake is a ValueError of one sentence. ${a.b} in a YAML file or a word is the value of
+    another key. Only words may reach further, as ${oc.env:HOME} does. JSON and `values` are literal.
     """
     try:
         merged = OmegaConf.create(loaded(file, ready) if file else {})
@@ -57,7 +57,7 @@ def read(
 def config_of(
     kind: type[T], config: str | PathLike[str] | Mapping[str, Any] | T, keys: Mapping[str, Any], ready: Path = UPCYCLE
 ) -> T:
-    """Return a `kind` from values: a YAML file, a ready config's name, keys and values, or a `kind`; then `keys`."""
+    """Read a `kind` from a YAML file, a ready config's name, keys and values, or a `kind`, changed by `keys`."""
     file = fspath(config) if isinstance(config, str | PathLike) else ""
     values = dataclasses.asdict(cast(Any, config)) if dataclasses.is_dataclass(config) else config
     given = values.items() if isinstance(values, Mapping) else ()
@@ -65,7 +65,7 @@ def config_of(
 
 
 def read_own(kind: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
-    """Read a command's own keys; return them, and the words that are left for its config."""
+    """Read a command's own keys and return them with the words that are left for its config."""
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     own = [word for word in words if "=" in word and word.partition("=")[0] in names]
     return read(kind, "", own), [word for word in words if word not in own]
@@ -85,20 +85,20 @@ def config_and_source(words: Sequence[str], ready: Path = UPCYCLE) -> tuple[str,
             folders = [str(path) for path in here.iterdir() if path.is_dir()] if here.is_dir() else []
             make = f"; a folder to make is written output={name}" if "source=" in " ".join([*sources, *keys]) else ""
             raise ValueError(
-                f"{name!r} is no config, no folder here and no org/name{nearest(str(Path(name)), [*known, *folders])}; "
+                f"{name!r} is not a config, a folder here or org/name{nearest(str(Path(name)), [*known, *folders])}; "
                 f"ready configs are {', '.join(known)}{make}"
             )
     both = [*sources, *(word for word in keys if word.startswith("source="))]
     if len(files) > 1 or len(both) > 1:
         twice = files if len(files) > 1 else both
-        raise ValueError(f"{' and '.join(twice)}: one is read; write a folder to make as output=FOLDER")
+        raise ValueError(f"{' and '.join(twice)}: only one can be read; write the folder to make as output=FOLDER")
     return (files[0] if files else ""), [*sources, *keys]
 
 
 def loaded(file: str, ready: Path) -> dict[str, Any]:
-    """The keys and values of a config file, in which no more than ${a.b} is left to resolve."""
+    """Return the keys and values of a config file, with only ${a.b} left to resolve."""
     path = find(file, ready)
-    by_program = path.suffix == ".json"  # a folder's upcycle.json, a run's config.json
+    by_program = path.suffix == ".json"  # a folder's upcycle.json or a run's run.json
     found = literal(strict.read_json(path)) if by_program else strict.read_yaml(path)
     if isinstance(found, dict) and {"plan", "promise", "config", "method"} <= found.keys():
         found = of_manifest(found)
@@ -111,25 +111,25 @@ def loaded(file: str, ready: Path) -> dict[str, Any]:
 
 
 def keys_of(file: str, ready: Path) -> dict[str, Any]:
-    """The keys and values of a config file, resolved."""
+    """Return the keys and values of a config file, resolved."""
     found: Any = OmegaConf.to_container(OmegaConf.create(loaded(file, ready)), resolve=True)
     return cast(dict[str, Any], found)
 
 
 def check_reach(value: Any, file: str) -> None:
-    """Raises ValueError about a text that asks for anything but another key, such as a variable of the environment: a
-    file may be a stranger's, and what is put in ends in folders and pages that are given away."""
+    """Raise a ValueError for a reference to anything except another key, such as an environment variable: the file may
+    be a stranger's, and its values end in folders and pages that users publish."""
     if isinstance(value, str) and "${" in OTHER_KEY.sub("", value):
         raise ValueError(
-            f"{file} has {value!r}, and in a file only another key can be put in, as in ${{source}}; what reads the "
-            "environment is typed: KEY='${oc.env:NAME}'"
+            f"{file} has {value!r}, but a file may only refer to another key, as in ${{source}}; to read the "
+            "environment, type a word: KEY='${oc.env:NAME}'"
         )
     for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
         check_reach(inner, file)
 
 
 def literal(value: Any) -> Any:
-    """The value as OmegaConf has to be given it so that ${...} in its texts stays as it is."""
+    """Escape a value so that OmegaConf keeps ${...} in its texts."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)
     if isinstance(value, Mapping):
@@ -138,12 +138,12 @@ def literal(value: Any) -> Any:
 
 
 def of_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the plan that a converted folder's upcycle.json names: the same plan, with the same hash."""
+    """Return the config of a converted folder's upcycle.json, which gives the same plan with the same hash."""
     return {**renamed(manifest["config"]), "method": manifest["method"]}
 
 
 def word_value(kind: type[Any], key: str, text: str) -> Any:
-    """The value of a word, read as YAML; but text for a str field stays as typed: output=0123 is no number."""
+    """Return the value of a word, read as YAML. Text for a str field stays as typed: output=0123 is not a number."""
     *path, last = key.split(".")
     for name in path:
         kind = get_type_hints(kind).get(name, object) if dataclasses.is_dataclass(kind) else object
@@ -160,7 +160,7 @@ def find(file: str, ready: Path, what: str = "config", maker: str = "") -> Path:
     known = sorted(p.stem for p in ready.glob("*.yaml"))
     if Path(file).is_dir():
         raise ValueError(
-            f"{file} is a folder, where a {what} is a YAML file or one of {', '.join(known)}; a model's folder goes "
+            f"{file} is a folder, but a {what} is a YAML file or one of {', '.join(known)}; a model's folder goes "
             f"into a key: source={file} of plan and convert, model.source={file} of train and estimate, "
             f"architecture={file}/config.json of bench"
         )
@@ -171,8 +171,8 @@ def find(file: str, ready: Path, what: str = "config", maker: str = "") -> Path:
 
 
 def build(kind: type[T], values: Any, where: str = "") -> T:
-    """A dataclass from plain values: unknown keys refused with the nearest right one, types checked by OmegaConf. Texts
-    are literal: ${...} in them is resolved by `read` or not at all."""
+    """Build a dataclass from plain values. Unknown keys are errors that name the nearest key, and OmegaConf checks
+    types. Texts are literal: only `read` resolves ${...}."""
     if not isinstance(values, Mapping):
         example = f", for instance {where}{dataclasses.fields(kind)[0].name}=VALUE" if where else ""  # type: ignore[arg-type]
         raise ValueError(
@@ -196,14 +196,14 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
             elif isinstance(value, Mapping) and isinstance(fields[key].default, tuple):
                 raise ValueError(f"{where}{key} is {strict.short(value)}; it must be a list, as in {where}{key}=[...]")
             elif isinstance(value, str) and isinstance(fields[key].default, tuple):
-                values = {**values, key: [value]}  # one text, one donor: no brackets needed
+                values = {**values, key: [value]}  # a single value needs no brackets
         return OmegaConf.to_object(OmegaConf.merge(schema, literal(values)))  # type: ignore[return-value]
     except (OmegaConfBaseException, *NONSENSE) as error:
         raise ValueError(mistyped(str(error), fields, where)) from None
 
 
 def mistyped(said: str, fields: Mapping[str, dataclasses.Field[Any]], where: str) -> str:
-    """Say what OmegaConf says of a value of the wrong type, with the type and the default in a user's words."""
+    """Rewrite OmegaConf's message about a value of the wrong type in a user's words, with type and default."""
     first = said.splitlines()[0]
     full = re.search(r"full_key: (\S+)", said)
     place = f"{where}{full[1] if full else ''}"
@@ -217,21 +217,21 @@ def mistyped(said: str, fields: Mapping[str, dataclasses.Field[Any]], where: str
 
 
 def elsewhere(kind: type[Any], key: str, where: str = "") -> str:
-    """'; write X' if a config's ELSEWHERE knows that what people call `key` is X, or its parts have a `key`; or ''."""
+    """Return '; write X' if the config's ELSEWHERE or one of its parts knows the key as X, else ''."""
     place = getattr(kind, "ELSEWHERE", {}).get(key)
     places = [place] if place else [f"{where}{path}" for path in paths(kind, key)]
     return f"; write {' or '.join(places)}" if 0 < len(places) < 4 else ""
 
 
 def paths(kind: type[Any], key: str) -> list[str]:
-    """Return where the parts of a config have a field of this name, as in router.score."""
+    """Return the paths of fields with this name in a config's parts, as in router.score."""
     parts = {name: part for name, part in get_type_hints(kind).items() if dataclasses.is_dataclass(part)}
     own = [f"{name}.{key}" for name, part in parts.items() if key in part.__dataclass_fields__]
     return own + [f"{name}.{path}" for name, part in parts.items() for path in paths(cast(type[Any], part), key)]
 
 
 def byte_size(text: str) -> int:
-    """'5GB' -> 5_000_000_000."""
+    """Convert a size to bytes: '5GB' -> 5_000_000_000."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?B)\s*", str(text).upper())
     if not match or float(match[1]) == 0:
         raise ValueError(f"{text!r} is not a size; write for instance 5GB or 512MiB")

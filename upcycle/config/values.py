@@ -1,4 +1,4 @@
-"""Check a config's values against a table of rules; the first value that breaks its rule is named in one sentence."""
+"""Check a config's values against a table of rules; one sentence names the first value that breaks its rule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """Say which values are right, and what a person reads who wrote another one."""
+    """Which values are right, and what to tell a user who wrote another one."""
 
     holds: Callable[[Any], bool]
     must: str
@@ -44,7 +44,7 @@ def one_of(known: Collection[str]) -> Rule:
 def check_values(config: object, where: str, rules: Mapping[str, Rule]) -> None:
     """Raise a ValueError for the first value that breaks its rule.
 
-    A key of `rules` names one field or several, divided by spaces. A field that is None was left out, and is right.
+    A key of `rules` names one or several fields, separated by spaces. A field that is None was left out and is right.
     """
     for names, rule in rules.items():
         for name in names.split():

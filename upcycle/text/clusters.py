@@ -1,8 +1,8 @@
-"""Router rows that divide text from the first step: balanced clusters of what a layer's router reads.
+"""Make router rows that divide text evenly from the first step: balanced clusters of a layer's router inputs.
 
 Random rows send most tokens to a few experts, and their choice says little about the tokens; training moves half of
-all tokens elsewhere before it ends (docs/science.md). These rows are linear, as a router is: an expert's score is how
-near its cluster's centre is, less a price that is high where too many tokens would come.
+all tokens elsewhere before it ends (docs/science.md). These rows are linear, like a router: an expert's score is the
+nearness of its cluster's centre minus a price, which is high for clusters that attract too many tokens.
 
 Shapes: T tokens, D hidden size, N clusters.
 """
@@ -15,17 +15,17 @@ from torch import Tensor
 from upcycle.planning import rng
 
 SPREAD = 0.3  # standard deviation of a token's logits over the clusters
-ROUNDS = 12  # of k-means
-BIDS = 25  # changes of the prices in a round
-BID = 0.08  # of a change, in deviations of the distances: of one that has e times its share of tokens
-LAST = 200  # changes when the rows are made, each smaller
-EMPTY = 0.05  # of its fair share counts as an empty cluster's load, so that its price does not fall for ever
-CONSTANT = 1e-4  # ridge of the direction along which all tokens agree
+ROUNDS = 12  # rounds of k-means
+BIDS = 25  # price changes in a round
+BID = 0.08  # size of a price change for a cluster with e times its share of tokens, in deviations of the distances
+LAST = 200  # price changes for the final rows, each smaller
+EMPTY = 0.05  # share of its fair load that an empty cluster counts with, so that its price does not fall forever
+CONSTANT = 1e-4  # ridge for the direction on which all tokens agree
 
 
 @torch.no_grad()
 def rows(x_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
-    """Make float32 rows (N, D) of a router that sends about as many of these tokens to each of `count` clusters."""
+    """Make float32 router rows (N, D) that send about equally many of these tokens to each of `count` clusters."""
     if len(x_TD) < 2 * count or count < 2:
         raise ValueError(
             f"{len(x_TD)} tokens of text cannot be divided into {count} clusters for router.init.name=clusters; give "
@@ -43,13 +43,13 @@ def rows(x_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
             price_N1 = price_N1 + BID * unit * excess((far_NT + price_N1).min(0).indices, count)
         cluster_T = (far_NT + price_N1).min(0).indices
         member_NT = (cluster_T == torch.arange(count, device=x_TD.device)[:, None]).float()
-        size_N1 = member_NT.sum(1, keepdim=True)  # sums as products: in the same order each time, on a GPU too
+        size_N1 = member_NT.sum(1, keepdim=True)  # sums as products, which have a fixed order on a GPU too
         centre_ND = torch.where(size_N1 > 0, member_NT @ apart_TD / size_N1.clamp_min(1), centre_ND)
     agreed_D = constant(x_TD, torch.cat([mean_D[None], centre_ND]))
     rows_ND = nearness(centre_ND, price_N1, mean_D, agreed_D)
     near_NT, agreed_T = rows_ND @ x_TD.T, x_TD @ agreed_D
     unit, price_N1 = near_NT.std(0).mean(), torch.zeros_like(price_N1)
-    for step in range(LAST):  # the constant is not quite one
+    for step in range(LAST):  # the constant direction is not exactly 1
         loads_N1 = excess((near_NT - price_N1 * agreed_T).max(0).indices, count)
         price_N1 = price_N1 + BID * (1 - step / LAST) * unit * loads_N1
     rows_ND = rows_ND - price_N1 * agreed_D
@@ -58,7 +58,7 @@ def rows(x_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
 
 
 def first_centres(apart_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
-    """Draw tokens as first centres (k-means++), each by how far it is from all before it."""
+    """Draw tokens as first centres (k-means++), with probability by their distance to the earlier centres."""
     generator = rng.generator(seed, "cluster tokens", layer)
     far_T, drawn = torch.ones(len(apart_TD)), list[int]()
     for _ in range(count):
@@ -70,14 +70,14 @@ def first_centres(apart_TD: Tensor, count: int, seed: int, layer: int) -> Tensor
 
 
 def distances(apart_TD: Tensor, centre_ND: Tensor) -> Tensor:
-    """Return squared distances (N, T) without |x|^2, which is the same for all clusters."""
+    """Return squared distances (N, T) without |x|^2, which is equal for all clusters."""
     return (centre_ND**2).sum(1, keepdim=True) - 2 * centre_ND @ apart_TD.T
 
 
 def nearness(centre_ND: Tensor, price_N1: Tensor, mean_D: Tensor, agreed_D: Tensor) -> Tensor:
-    """Return rows whose product with x is -|x - mean - c|^2 - price of each centre c, less what is the same for all.
+    """Return rows whose product with x is -|x - mean - c|^2 - price for each centre c, without terms equal for all.
 
-    A constant is a row along the direction in which x is 1.
+    A constant becomes a row along the direction in which x is 1.
     """
     offset_N1 = -(centre_ND**2).sum(1, keepdim=True) - 2 * (centre_ND @ mean_D)[:, None] - price_N1
     return 2 * centre_ND + offset_N1 * agreed_D
@@ -90,7 +90,7 @@ def excess(cluster_T: Tensor, count: int) -> Tensor:
 
 
 def constant(x_TD: Tensor, span_MD: Tensor) -> Tensor:
-    """Return the direction in the span on which all tokens come as near to 1 as they can."""
+    """Return the direction in the span along which all tokens are as near to 1 as possible."""
     seen_TM = (x_TD @ span_MD.T).double()
     gram_MM = seen_TM.T @ seen_TM
     gram_MM.diagonal().add_(CONSTANT * gram_MM.diagonal().mean())

@@ -1,8 +1,7 @@
-"""`measure`: the numbers that a plan needs from the dense model on text, from one streamed pass over its layers.
+"""Measure the numbers that a plan needs from the dense model on text, in one streamed pass over its layers.
 
-layers.L.rows    the router's rows that divide text into clusters, or directions for rows: domain means, gate rows of
-                 representative neurons
-layers.L.order   the order of the neurons: the shared expert's first, then expert after expert
+layers.L.rows    router rows of text clusters, or directions for rows: domain means, gate rows of representative neurons
+layers.L.order   the order of the neurons: first the shared expert's, then those of each expert
 layers.L.mass    the mean, over tokens, of the sum of the chosen weights
 """
 
@@ -35,7 +34,7 @@ def measure(
     text: Text | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Return what the plan needs of the dense model on a text, which is the config's if none is given."""
+    """Return the measurements of a plan on `text`, or on the config's texts."""
     moe, init = plan.moe, plan.config.router.init
     ids, domain = text or tokens(plan, checkpoints)
     measured: dict[str, Tensor] = {}
@@ -64,7 +63,7 @@ def measure(
 
 
 def read(path: Path, plan: UpcyclePlan) -> dict[str, Tensor]:
-    """Read what was measured for a plan; a ValueError if it is not what the plan asks for."""
+    """Read the measurements of a plan; raise a ValueError if they do not fit it."""
     found, moe = load_checked(path), plan.moe
     fits: dict[str, Callable[[Tensor], bool]] = {}
     if plan.method.needs.order:
@@ -77,13 +76,13 @@ def read(path: Path, plan: UpcyclePlan) -> dict[str, Tensor]:
         fits["mass"] = lambda mass: not mass.shape and 0 < float(mass) < math.inf
     for name in (f"layers.{layer}.{kind}" for layer in moe.layers for kind in fits):
         if name not in found or not fits[name.rpartition(".")[2]](found[name]):
-            raise ValueError(f"{path} has no {name} as it is measured for this plan; remove it and start again")
+            raise ValueError(f"{path} has no {name} that fits this plan; remove it and start again")
     return found
 
 
 def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], given: Callable[[], Tensor] | None = None) -> Text:
-    """Return the config's text, in which each of the router's texts is a domain; the ids that `given` makes where the
-    config names no text."""
+    """Return the config's text, with one domain for each of the router's texts; if the config names no text, return the
+    ids of `given`."""
     calibration, init = plan.config.calibration, plan.config.router.init
     texts = request.measured_texts(plan.config)
     if given is not None and not texts:
@@ -97,7 +96,7 @@ def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], given: Callable
 
 
 def reader(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> observe.Read:
-    """Return a function role -> tensor of the base, or of the donors' mean if the method averages the rest."""
+    """Return a function role -> tensor of the base, or the donors' mean if the method averages the rest."""
     maker = Maker(plan, checkpoints)
     sources = registry.family(plan.dense.family).sources(plan.dense)
     donors = range(1, len(checkpoints)) if plan.method.needs.rest == "mean" else [0]

@@ -1,8 +1,8 @@
-"""The dense model on text: one streamed pass with one layer's weights in memory, and what is computed from it.
+"""Run the dense model on text in one streamed pass, with one layer in memory, and compute statistics from it.
 
-`walk` runs the model layer by layer in float32 and yields, for each layer, the input that a router there would read.
-Memory holds one layer and the hidden states of the calibration tokens, so the model may be larger than the machine.
-The functions below `walk` turn these values into router rows, the router's probability mass, or clusters of neurons.
+`walk` runs the model layer by layer in float32 and yields each layer's router input. Memory holds one layer and the
+hidden states of the calibration tokens, so the model may be larger than the machine. The functions below turn these
+values into router rows, the router's probability mass, or clusters of neurons.
 
 Shapes: T tokens, D hidden size, F neurons, N experts, E domains.
 """
@@ -24,7 +24,7 @@ from upcycle.arch.targets import upcycled
 from upcycle.planning import rng, routers
 
 Read = Callable[[str], Tensor]  # a role (see spec.py) -> its tensor
-CHUNK = 2048  # tokens at a time, where a (T, F) or (T, N) matrix would be large
+CHUNK = 2048  # tokens at a time where a (T, F) or (T, N) matrix would be large
 ROUNDS = 10  # of k-means, at most
 
 
@@ -33,17 +33,17 @@ class LayerView:
     """One layer of the dense model on the calibration tokens. Valid until `walk` advances to the next layer."""
 
     layer: int
-    router_input: Tensor  # (T, D), what a router of this layer would read
-    ffn: FFN  # the dense weights, each read when it is used
-    output: Tensor  # (T, D), the input of the next layer, which overwrites it
+    router_input: Tensor  # (T, D), the input of a router of this layer
+    ffn: FFN  # the dense weights, each read on use
+    output: Tensor  # (T, D), the next layer's input, which overwrites it
 
 
 def walk(
     spec: DenseSpec, read: Read, ids: Tensor, *, quiet: bool = False, device: torch.device | str = "cpu"
 ) -> Iterator[LayerView]:
-    """Yield a LayerView of each layer on ids [sequence, token], computed on a device, where the hidden states stay. If
-    the caller stops early, the rest is never read."""
-    # only rows that occur are made float32: an embedding can be larger than all hidden states
+    """Yield a LayerView of each layer on ids [sequence, token], computed on a device. If the caller stops early, the
+    rest is never read."""
+    # convert only rows that occur to float32: the embedding can be larger than all hidden states
     x_BSD = functional.embedding(ids, read("embed.weight")).to(device).float() * spec.embed_scale
     for layer in tqdm(range(spec.layers), "observe", unit="layer", delay=2, disable=quiet):
         router_input_TD = run_layer(spec, read, layer, x_BSD)
@@ -52,7 +52,7 @@ def walk(
 
 @torch.no_grad()
 def run_layer(spec: DenseSpec, read: Read, index: int, x_BSD: Tensor) -> Tensor:
-    """Replace x_BSD by the layer's output, in place, and return the input of its FFN, (T, D)."""
+    """Replace x_BSD in place by the layer's output, and return the input of its FFN, (T, D)."""
     from upcycle.arch.remote import modeling_upcycled as model  # imports transformers
 
     dense = MoESpec(spec, layers=(), widths=(), top_k=0, copies=1, dtype="float32")
@@ -117,7 +117,7 @@ def neuron_activity(ffn: FFN, x_TD: Tensor, activation: str, top: int) -> Tensor
 
 
 def cluster_neurons(marks_TF: Tensor, shared: int, widths: Sequence[int], seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(order of all neurons, representative of each cluster): the `shared` most active first, then the clusters.
+    """Return (order of all neurons, representative of each cluster): the `shared` most active first, then the clusters.
 
     Balanced k-means on the tokens for which each neuron is active (LLaMA-MoE, CMoE), by cosine, so that a neuron's
     frequency does not decide its cluster. A representative is the neuron nearest to its cluster's centre.
@@ -125,7 +125,7 @@ def cluster_neurons(marks_TF: Tensor, shared: int, widths: Sequence[int], seed: 
     assert shared + sum(widths) == marks_TF.shape[1]
     by_activity = torch.sort(marks_TF.sum(0), descending=True, stable=True).indices
     rest = by_activity[shared:].sort().values
-    # a token marks a few neurons, so the matrix is sparse and an (F, T) x (T, N) product is cheap
+    # a token marks few neurons, so the matrix is sparse and an (F, T) x (T, N) product is cheap
     neuron_token = marks_TF[:, rest].T.nonzero().T
     unit = torch.bincount(neuron_token[0], minlength=len(rest)).clamp_min(1).rsqrt()[neuron_token[0]]
     unit_FT = torch.sparse_coo_tensor(neuron_token, unit, (len(rest), len(marks_TF)), check_invariants=True).coalesce()
@@ -137,7 +137,7 @@ def cluster_neurons(marks_TF: Tensor, shared: int, widths: Sequence[int], seed: 
 
 
 def kmeans(unit_FT: Tensor, widths: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
-    """Return (each neuron's cluster, its likeness to each final centre); cluster i has widths[i] neurons."""
+    """Return (each neuron's cluster, its similarity to each final centre); cluster i has widths[i] neurons."""
     centre_TN, best_total, result = first_centres(unit_FT, len(widths), seed), -1.0, None
     for _ in range(ROUNDS):
         label_F = assign(torch.sparse.mm(unit_FT, centre_TN), widths)
@@ -153,9 +153,9 @@ def kmeans(unit_FT: Tensor, widths: Sequence[int], seed: int) -> tuple[Tensor, T
 
 
 def first_centres(unit_FT: Tensor, count: int, seed: int) -> Tensor:
-    """Draw centres (T, N) by k-means++; each next one is the best of a few neurons unlike all centres so far."""
+    """Draw centres (T, N) by k-means++: each next one is the best of a few neurons far from the earlier centres."""
     generator = rng.generator(seed, "cluster neurons")
-    dead_F = torch.sparse.sum(unit_FT, dim=1).to_dense() == 0  # unlike every centre, so they would all be drawn
+    dead_F = torch.sparse.sum(unit_FT, dim=1).to_dense() == 0  # far from every centre, so they would all be drawn
     unlike_F, chosen = (~dead_F).float(), []
     tries = 2 + count.bit_length()
     for _ in range(count):
@@ -176,11 +176,10 @@ def columns(unit_FT: Tensor, index: Tensor) -> Tensor:
 
 
 def assign(like_FN: Tensor, widths: Sequence[int]) -> Tensor:
-    """The cluster of each neuron; cluster i gets exactly widths[i] of them.
+    """Assign each neuron to a cluster; cluster i gets exactly widths[i] of them.
 
-    Each neuron asks for the most similar cluster that has room. Where more ask than fit, the neurons that would lose
-    most by their second choice stay and the others ask again. Each round but the last fills a cluster, so there are at
-    most N rounds.
+    Each neuron asks for the most similar cluster with room. If too many ask, those that would lose most by their second
+    choice stay, and the others ask again. Each round except the last fills a cluster, so there are at most N rounds.
     """
     like_FN = like_FN.clone()
     label_F, room = torch.full((len(like_FN),), -1), list(widths)

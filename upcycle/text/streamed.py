@@ -1,12 +1,12 @@
-"""Streamed: a stock transformers model that runs with the weights of one layer in memory at a time.
+"""Run a stock transformers model with the weights of one layer in memory at a time.
 
-The model is built as from_pretrained builds it, but its parameters are on the meta device. When a layer (or the
-embedding, the last norm, the head) is called, a hook reads its tensors, transformers' own loader converts and places
-them, and a second hook puts them back on the meta device. So a model of any size needs the room of its largest layer
-and of the hidden states. A folder that ships our modelling file runs with the package's own copy, after the two were
-found equal byte for byte: no remote code runs.
+The model is built as from_pretrained does it, but with parameters on the meta device. When a layer (or the embedding,
+the last norm, the head) is called, a hook reads its tensors, transformers' own loader converts and places them, and a
+second hook puts them back on the meta device. A model of any size then needs memory for its largest layer and the
+hidden states. A folder that ships our modelling file runs with the package's own copy, if both are equal byte for byte,
+so no remote code runs.
 
-The loader's parts are imported by name, because from_pretrained would hold a whole model, or copy it to the disk.
+Parts of the loader are imported by name, because from_pretrained would hold the whole model or copy it to disk.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tqdm import tqdm
 from upcycle.arch.targets import upcycled
 from upcycle.io.checkpoint import Checkpoint
 
-BATCH = 8192  # tokens in one forward; each reads all layers once
-AtLayer = Callable[[int, nn.Module], None]  # called with a layer whose weights are there, before it runs
+BATCH = 8192  # tokens in one forward, which reads all layers once
+AtLayer = Callable[[int, nn.Module], None]  # called with a loaded layer, before it runs
 
 
 @dataclass
 class Unit:
-    """A module that is loaded at once: a decoder layer, or one outside of them that has parameters of its own."""
+    """A module that is loaded at once: a decoder layer, or another module with its own parameters."""
 
     path: str
     module: nn.Module
@@ -41,7 +41,7 @@ class Unit:
 
 
 class Streamed:
-    """The causal LM of an open checkpoint; a ValueError if folder and model do not fit.
+    """The causal LM of an open checkpoint; raises a ValueError if folder and model do not fit.
 
     `change(name, tensor)` is applied to each tensor read; `experts` is transformers' experts_implementation.
     """
@@ -60,7 +60,7 @@ class Streamed:
         try:
             with quiet(), empty_parameters():
                 self.model: Any = built(checkpoint, dtype, experts)
-        except Exception as error:  # a config.json that does not fit raises errors of any type
+        except Exception as error:  # a wrong config.json raises errors of any type
             raise self.refused(error) from error
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -75,7 +75,7 @@ class Streamed:
         return ValueError(f"transformers cannot load {self.checkpoint.folder} ({type(error).__name__}: {reason})")
 
     def divided(self) -> list[Unit]:
-        """Return the modules that are loaded at once; a ValueError if one of the folder's tensors is in none."""
+        """Return the modules that are loaded at once; raise a ValueError if a tensor of the folder is in none."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
         from transformers.modeling_utils import LoadStateDictConfig
@@ -145,7 +145,7 @@ class Streamed:
         self.refuse("conversion_errors", list(info.conversion_errors))
         self.refuse("missing_keys", list(own & info.missing_keys))
 
-    # ---- running it
+    # ---- running the model
 
     @torch.no_grad()
     def hidden(self, rows: list[Tensor], label: str, at_layer: AtLayer | None = None) -> Tensor:
@@ -161,7 +161,7 @@ class Streamed:
 
     @contextmanager
     def with_head(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Yield a function from hidden states [token, hidden] to logits [token, vocabulary], the stock model's own."""
+        """Yield the stock model's function from hidden states [token, hidden] to logits [token, vocabulary]."""
         base = self.model.base_model
         heads = [u for u in self.units if u.module is self.model.get_output_embeddings()]
 
@@ -207,7 +207,7 @@ def built(checkpoint: Checkpoint, dtype: torch.dtype, experts: str) -> Any:
     import transformers
 
     path = str(checkpoint.folder)
-    # never what config.json says: transformers fetches and runs kernels that it names
+    # not from config.json: transformers fetches and runs kernels that it names
     more: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": experts or None}
     if checkpoint.config.get("model_type") != "upcycled":
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -227,7 +227,7 @@ def built(checkpoint: Checkpoint, dtype: torch.dtype, experts: str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence reports and bars of transformers; what it would report is checked here."""
+    """Silence reports and progress bars of transformers; this module checks what they would say."""
     import transformers
 
     hf_logging: Any = transformers.logging
@@ -243,7 +243,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Put parameters made meanwhile on the meta device; buffers, which are computed and not read, stay real."""
+    """Create parameters on the meta device; buffers stay real, because they are computed and not read."""
     hook: Any = lambda _module, _name, parameter: emptied(parameter)  # noqa: E731 - of another type than torch states
     handle = register_module_parameter_registration_hook(hook)
     try:
@@ -259,7 +259,7 @@ def emptied(parameter: nn.Parameter) -> nn.Parameter:
 def free(module: nn.Module) -> None:
     """Put a module's parameters on the meta device again, and return their memory to the system.
 
-    glibc keeps an arena for each of the loader's threads; the arenas would grow with the number of layers.
+    glibc keeps an arena for each loader thread; without this, arenas would grow with the number of layers.
     """
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):

@@ -1,4 +1,5 @@
-"""Text files -> token ids: .txt, .jsonl and .jsonl.zst (key `text`), with the tokenizer.json of a model's folder.
+"""Turn text files (.txt, .jsonl, .jsonl.zst with key `text`) into token ids, with the tokenizer.json of a model's
+folder.
 
 `token_batches` makes calibration batches; `documents` yields the texts alone. Nothing is drawn at random: the same
 files give the same ids.
@@ -21,8 +22,8 @@ from torch import Tensor
 from upcycle.io import strict
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.zst")
-MAX_TOKENIZER = 200_000_000  # bytes; the largest that are published have a sixth of it
-MAX_ID = 1 << 24  # of a token; the tokenizers package makes room for every number up to the largest
+MAX_TOKENIZER = 200_000_000  # bytes; the largest published ones have a sixth of that
+MAX_ID = 1 << 24  # the tokenizers package allocates room for every id up to the largest
 PIECE = 1 << 20  # characters of a .txt read at a time, so that memory does not grow with the file
 
 
@@ -44,7 +45,7 @@ def objects(path: Path, watch: Callable[[int], object] | None = None) -> Iterato
 
 @contextmanager
 def reading(path: Path, watch: Callable[[int], object] | None = None) -> Iterator[IO[str]]:
-    """Open a file; what goes wrong with it is a ValueError that names it."""
+    """Open a file; errors become a ValueError that names it."""
     if not path.name.endswith(SUFFIXES):
         raise ValueError(f"{path} is not a text file that can be read; its name must end in {', '.join(SUFFIXES)}")
     if not path.is_file():
@@ -61,7 +62,7 @@ def reading(path: Path, watch: Callable[[int], object] | None = None) -> Iterato
 
 
 class Watched(io.FileIO):
-    """A file that reports each read to `watch`, so that progress is known for a compressed file too."""
+    """A file that reports each read to `watch`, so that progress is known for compressed files too."""
 
     def __init__(self, path: Path, watch: Callable[[int], object] | None) -> None:
         with strict.open_regular(path) as file:
@@ -98,7 +99,7 @@ def lines(path: Path, file: IO[str], key: str = "text") -> Iterator[str]:
 
 
 def other_keys(row: Any, path: Path) -> str:
-    """Return how to go on where a row's text is not under the key that was looked for."""
+    """Return advice for a row without text under the expected key."""
     if not isinstance(row, dict):
         return ""
     if {"messages", "conversations"} & row.keys():
@@ -108,7 +109,7 @@ def other_keys(row: Any, path: Path) -> str:
 
 
 def rows(path: Path, file: IO[str]) -> Iterator[tuple[int, str]]:
-    """Yield (number, line) of each line with something in it; the length of a line is bounded."""
+    """Yield (number, line) of each line that is not empty; the length of a line is bounded."""
     number = 0
     while line := file.readline(strict.MAX_LINE + 1):
         number += 1
@@ -119,7 +120,7 @@ def rows(path: Path, file: IO[str]) -> Iterator[tuple[int, str]]:
 
 
 def token_batches(folder: Path, paths: Sequence[str | Path], tokens: int, length: int, vocab: int) -> Tensor:
-    """Return ids [n, length], as many rows as fit into `tokens`, an equal share of each file."""
+    """Return ids [n, length]: as many rows as fit into `tokens`, with an equal share of each file."""
     if tokens < 1 or length < 1:
         raise ValueError(f"calibration of {tokens} tokens in sequences of {length}; both must be at least 1")
     if not paths:
@@ -131,7 +132,9 @@ def token_batches(folder: Path, paths: Sequence[str | Path], tokens: int, length
         share = (rows // len(paths) + (i < rows % len(paths))) * length
         ids = list(islice((id for text in documents([path]) for id in encode(text)), share))
         if len(ids) < share:
-            raise ValueError(f"{path} has {len(ids)} of {share} tokens wanted; lower calibration.tokens or add text")
+            raise ValueError(
+                f"{path} has {len(ids)} tokens and {share} are needed; lower calibration.tokens or add text"
+            )
         batches.append(torch.tensor(ids, dtype=torch.long).view(-1, length))
     batch = torch.cat(batches)
     if int(batch.max()) >= vocab:
@@ -143,7 +146,7 @@ def token_batches(folder: Path, paths: Sequence[str | Path], tokens: int, length
 
 
 def encoder(folder: Path) -> Any:
-    """Return a function text -> ids, which adds special tokens as the donor's tokenizer does."""
+    """Return a function text -> ids that adds special tokens as the donor's tokenizer does."""
     tokenizer, path = load_tokenizer(folder), Path(folder) / "tokenizer.json"
 
     def encode(text: str) -> Any:
@@ -155,7 +158,7 @@ def encoder(folder: Path) -> Any:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn whatever the tokenizer raises, plain Exception and Rust's panics, into a ValueError."""
+    """Turn every exception of the tokenizer, including Rust panics, into a ValueError."""
     try:
         yield
     except BaseException as error:
@@ -172,12 +175,12 @@ def load_tokenizer(folder: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"{folder} has no tokenizer.json, which turns text into tokens; add the model's")
     if (size := path.stat().st_size) > MAX_TOKENIZER:
-        raise ValueError(f"{path} has {size} bytes; a tokenizer of more than {MAX_TOKENIZER} is not read")
+        raise ValueError(f"{path} has {size} bytes; a tokenizer may have at most {MAX_TOKENIZER}")
     with explained(path):
         tokenizer = Tokenizer.from_file(str(path))
         most = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if most > MAX_ID:
-        raise ValueError(f"{path} gives a token the number {most}; of more than {MAX_ID} a model has no embeddings")
+        raise ValueError(f"{path} gives a token the id {most}; ids may be at most {MAX_ID}")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -31,7 +31,7 @@ def test_ctrl_c_while_weights_are_read(
 ) -> None:
     data = [f"data.train=[{place / 'data'}]", f"model.source={place / 'dense'}", f"output={tmp_path / 'run'}"]
     words = [*data, "data.sequence=24", "batch=2", "micro_batch=2", "schedule.warmup=0", "steps=2", "device=cpu"]
-    said = "upcycle: stopped; the same command goes on from here\n"
+    said = "upcycle: stopped; the same command continues from here\n"
     for owner, name in ((layout, "described"), (layout, "load"), (layout, "copy")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupted(getattr(owner, name)))

@@ -74,14 +74,14 @@ def test_the_first_rank_speaks_for_all(interrupting: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["verfy"], "there is no command 'verfy'; did you mean 'verify'?"),
-        (["verify", "a", "b", "--tokens", "3"], "--tokens is no key=value; write tokens=3"),
-        (["push", "a", "b/c", "--dry-run"], "--dry-run is no key=value; write dry_run=VALUE, or dry_run=true"),
-        (["train", "--data.seed=3"], "--data.seed=3 is no key=value; write data.seed=3"),
+        (["verfy"], "unknown command 'verfy'; did you mean 'verify'?"),
+        (["verify", "a", "b", "--tokens", "3"], "--tokens is not key=value; write tokens=3"),
+        (["push", "a", "b/c", "--dry-run"], "--dry-run is not key=value; write dry_run=VALUE, or dry_run=true"),
+        (["train", "--data.seed=3"], "--data.seed=3 is not key=value; write data.seed=3"),
         (["verify", "a"], "write DENSE MOE [key=value ...]"),
         (["verify", "a", "b", "tokns=3"], "did you mean 'tokens'"),
-        (["compare", "a", "b", "nproc=2"], "compare is one process; leave nproc out"),
-        (["train", "x", "nproc=two"], "nproc=two is no number of processes"),
+        (["compare", "a", "b", "nproc=2"], "compare runs in one process; leave nproc out"),
+        (["train", "x", "nproc=two"], "nproc=two is not a number of processes"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +149,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("value", 2, "upcycle: a sentence in two lines\n"),
         ("file", 2, "upcycle: [Errno 2] No such file or directory: 'no-such-file'\n"),
         ("package", 2, "upcycle: the package lm_eval_no is not installed\n"),
-        ("stop", 130, "upcycle: stopped; the same command goes on from here\n"),
+        ("stop", 130, "upcycle: stopped; the same command continues from here\n"),
         ("warn", 0, "upcycle: two lines\n"),
         ("log", 0, "[torch] look\n"),
         ("code", 7, ""),
@@ -249,13 +249,13 @@ def test_a_folder_or_hub_id_is_the_source_and_a_config_stays_one(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["tinny"], "'tinny' is no config, no folder here and no org/name; did you mean 'tiny'?"),
+        (["tinny"], "'tinny' is not a config, a folder here or org/name; did you mean 'tiny'?"),
         (["./dens"], "did you mean 'dense'?"),
         (["dense", "./moe"], "a folder to make is written output=./moe"),
         (["./moe", "source=dense"], "a folder to make is written output=./moe"),
-        (["dense", "other"], "source=dense and source=other: one is read"),
-        (["dense", "source=other"], "source=dense and source=other: one is read"),
-        (["tiny", "my.yaml"], "tiny and my.yaml: one is read"),
+        (["dense", "other"], "source=dense and source=other: only one can be read"),
+        (["dense", "source=other"], "source=dense and source=other: only one can be read"),
+        (["tiny", "my.yaml"], "tiny and my.yaml: only one can be read"),
     ],
 )
 def test_a_word_that_is_neither_is_refused_with_the_nearest(

@@ -275,7 +275,7 @@ def test_token_batches(donor: Path) -> None:
     ("change", "sentence"),
     [
         ({"vocab": 2}, "gives id 2 but the model has 2 embeddings"),
-        ({"tokens": 400}, "has 41 of 396 tokens wanted"),
+        ({"tokens": 400}, "has 41 tokens and 396 are needed"),
         ({"tokens": 0}, "both must be at least 1"),
         ({"paths": []}, "no text to calibrate on"),
         ({"folder": Path("nowhere")}, "nowhere has no tokenizer.json"),

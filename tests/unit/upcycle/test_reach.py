@@ -53,7 +53,7 @@ def test_values_are_literal_whatever_they_look_like() -> None:
 def test_a_config_file_asks_for_other_keys_alone(tmp_path: Path, value: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(json.dumps({"source": value, "target": "env"}))
-    with pytest.raises(ValueError, match="in a file only another key can be put in"):
+    with pytest.raises(ValueError, match="in a file a file may only refer to another key"):
         read(UpcycleConfig, str(file))
     file.write_text("source: llama\noutput: ${source}-moe\ndonors: ['${output}/a']\n")
     config = read(UpcycleConfig, str(file), ["source=${oc.env:CANARY}"])  # typed: asked for
