@@ -1,4 +1,4 @@
-"""Continued pre-training of dense and upcycled models, PyTorch-native."""
+"""Continue training dense and upcycled models in PyTorch."""
 
 from typing import TYPE_CHECKING
 

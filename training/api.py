@@ -1,4 +1,4 @@
-"""Training for notebooks and scripts: what its commands do, with values in place of words. docs/api.md."""
+"""The Python API of training: each function does what a command does (docs/api.md)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ Config = str | PathLike[str] | Mapping[str, Any] | TrainConfig
 
 
 def train(config: Config = "", /, **keys: Any) -> Path:
-    """Train by a config (a YAML file, a ready config's name, or keys and values) with `keys`; return the run's folder.
+    """Train a config (a YAML file, a ready config's name, or keys and values), changed by `keys`; return the run's
+    folder.
 
-    A run that stopped goes on where it was. Raises training.run.stop.Stopped if it is asked to stop.
+    A stopped run resumes. Raises training.run.stop.Stopped if it is asked to stop.
     """
     asked = config_of(TrainConfig, config, keys, TRAIN)
     stages_of(asked)
@@ -50,11 +51,11 @@ def prepare(output: str | PathLike[str], config: str | Mapping[str, Any] = "", /
 
 
 def export(run: str | PathLike[str], output: str | PathLike[str]) -> int:
-    """Write a run, or one of its checkpoints, as a Hugging Face folder; return the checkpoint's step."""
+    """Export a run or one of its checkpoints as a Hugging Face folder; return the checkpoint's step."""
     source, target = Path(run), Path(output)
     home, folder = standalone.training_run(source)
     if home is None:
-        raise ValueError(f"{source} is no training run or checkpoint of one; give the folder that checkpoints/ is in")
+        raise ValueError(f"{source} is not a training run or a checkpoint; give the folder that contains checkpoints/")
     if target.exists():
         check_apart("output", target, [home], "-exported")
         raise ValueError(f"{target} exists already; remove it or choose another folder to export to")
@@ -80,11 +81,13 @@ def estimate(
     seen: str = "",
     **keys: Any,
 ) -> str:
-    """Return the table of memory, and with `hardware` of seconds, that a run takes on any mapping of so many GPUs."""
+    """Return the table of memory, and with `hardware` of seconds, for every mapping on `gpus` GPUs."""
     asked = EstimateConfig(gpus=gpus, hardware=hardware, budget=budget, price=price, seen=seen)
     return estimate_run(config_of(TrainConfig, config, keys, TRAIN), asked)
 
 
 def recommend(source: str | PathLike[str], *, gpus: str, tokens: str, sequence: int = 0) -> str:
-    """Return what to make of a dense model with GPUs such as "8xh100" and tokens such as "10B", and the commands."""
+    """Compare dense training, slices and copies for GPUs such as "8xh100" and tokens such as "10B"; return table and
+    commands.
+    """
     return recommend_arms(RecommendConfig(source=fspath(source), gpus=gpus, tokens=tokens, sequence=sequence))

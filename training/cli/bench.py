@@ -3,16 +3,16 @@
 usage: upcycle bench [CONFIG] [key=value ...] [nproc=N]
 
   upcycle bench bench-qwen3-30b-4l                      # a stack of blocks, forward and backward
-  upcycle bench bench-qwen3-30b-4l routing=balanced     # every expert the same number of rows
+  upcycle bench bench-qwen3-30b-4l routing=balanced     # the same number of rows for every expert
   upcycle bench architecture=./moe/config.json stack=false optimizer=true    # head, loss, optimiser too
   upcycle bench bench-qwen3-30b mesh.ep=8 nproc=8       # tokens/s of all, TFLOP/s of each
 
-A step is training's own (training/run/step.py), with its balance losses, statistics and what ranks agree on; without
-optimizer=true it ends at the gradients. FLOPs by the half-square convention (upcycle.planning.size): 6 a weight a
-token, half the square of attention (of each document), no router, no recomputation; without the head when only the
-blocks run. One JSON row, with versions, is the last line.
+A step is training's own (training/run/step.py) with balance losses and statistics; without optimizer=true it ends at
+the gradients. FLOPs follow the half-square convention (upcycle.planning.size): 6 per weight and token, half the square
+of attention (of each document), no router, no recomputation, and no head when only blocks run. The last line is a JSON
+row with versions.
 
-keys, with defaults and meaning: docs/config.md, its own and those of training
+keys of bench and of training, with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations

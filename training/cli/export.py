@@ -1,12 +1,12 @@
-"""Turn a checkpoint of a training run into a folder in its model's Hugging Face layout.
+"""Export a checkpoint of a training run as a Hugging Face folder.
 
 usage: upcycle export RUN OUTPUT [nproc=N]
 
-  upcycle export runs/moe moe-exported          # the newest checkpoint that is whole
+  upcycle export runs/moe moe-exported          # the newest complete checkpoint
   upcycle export runs/moe/checkpoints/step-00000012 moe-12
 
-RUN is a run's folder, or that of one of its checkpoints. Neither the dense model, the data nor a GPU is needed, and one
-tensor at a time is in memory; with nproc each process writes some of the files.
+RUN is the folder of a run or of one of its checkpoints. The dense model, the data and a GPU are not needed. One tensor
+at a time is in memory. With nproc each process writes some of the files.
 
 keys, with defaults and meaning: docs/config.md
 """
@@ -21,7 +21,7 @@ from upcycle.cli import frame
 
 @dataclass(frozen=True)
 class ExportKeys:
-    run: str = ""  # a run's folder, or that of one of its checkpoints; the first word
+    run: str = ""  # the folder of a run or of one of its checkpoints; the first word
     output: str = ""  # the folder to make; the second word
 
 

@@ -1,13 +1,13 @@
-"""Turn text into token shards, once: streamed, restartable, shared by any number of processes.
+"""Turn text into token shards: streamed, restartable, shared by any number of processes.
 
 usage: upcycle prepare OUTPUT [CONFIG] [key=value ...] [nproc=N]
 
-A source is a .txt file (one document), .jsonl or .jsonl.zst (a document a line), .parquet (a document a row), a folder
-or a pattern of such, or a dataset of the hub, `hf:org/name[@revision][:config][:split]`. `#column` says where the text
-is; without it, `text`.
+A source is a .txt file (one document), .jsonl or .jsonl.zst (a document per line), .parquet (a document per row), a
+folder or pattern of these, or a dataset of the Hub, `hf:org/name[@revision][:config][:split]`. `#column` names the
+column of the text; the default is `text`.
 
-kind=chat reads conversations in place of texts: rows with `messages` ({role, content}), `conversations` ({from,
-value}), or `prompt` and `completion`, rendered by the tokenizer's chat template; what the assistant says is learned.
+kind=chat reads conversations instead of texts: rows with `messages` ({role, content}), `conversations` ({from, value}),
+or `prompt` and `completion`. The tokenizer's chat template renders them, and the assistant's words are learned.
 
   upcycle prepare runs/data tokenizer=./llama sources=[book.txt]
   upcycle prepare runs/data tokenizer=./llama 'sources=[text/*.jsonl,hf:org/name:config:train#text]'
@@ -15,7 +15,7 @@ value}), or `prompt` and `completion`, rendered by the tokenizer's chat template
   upcycle prepare runs/data prepare.yaml nproc=8
   upcycle prepare runs/stories-data check=true
 
-keys of what is prepared, with defaults and meaning: docs/config.md
+keys, with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from upcycle.cli import frame
 
 @dataclass(frozen=True)
 class PrepareKeys:
-    check: bool = False  # only read a finished folder and compare every sha256
+    check: bool = False  # only check a finished folder against every sha256
 
 
 @frame.command(resumes=True)
@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     names, keys = frame.names_and_words(rest)
     if not any(word.startswith("output=") for word in keys):
         if not names:
-            read(PrepareConfig, "", keys)  # a key that is unknown is refused first
+            read(PrepareConfig, "", keys)  # report an unknown key first
             raise ValueError("write upcycle prepare OUTPUT [CONFIG] [key=value ...]; OUTPUT is the folder to make")
         keys.append(f"output={names.pop(0)}")
     config = read(PrepareConfig, *frame.file_and_words([*names, *keys]))
@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def said(output: str, meta: Any) -> str:
-    """Return one sentence on what a folder of token shards holds."""
+    """Describe a folder of token shards in one sentence."""
     if "chat" not in meta:
         return (
             f"{output}: {meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes "

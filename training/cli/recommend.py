@@ -1,4 +1,4 @@
-"""Recommend dense training, slices or copies for a dense model, so many GPUs and so many tokens; reads headers only.
+"""Recommend dense training, slices or copies for a dense model, given GPUs and tokens; reads headers only.
 
 usage: upcycle recommend MODEL gpus=NxCARD tokens=AMOUNT [sequence=N]
 
@@ -6,8 +6,8 @@ usage: upcycle recommend MODEL gpus=NxCARD tokens=AMOUNT [sequence=N]
   upcycle recommend org/name gpus=1xh200 tokens=100M sequence=1024
   upcycle recommend ./llama gpus=4xmine.yaml tokens=1B      # a card of `upcycle estimate measure=mine.yaml`
 
-Each of the three gets memory, hours, and the gain that was measured, with its conditions; the commands that run the
-best one that fits come last. `upcycle estimate` says more about any one config.
+Each of the three has memory, hours, and the measured gain with its conditions. The last lines are the commands that run
+the best one that fits. `upcycle estimate` says more about a single config.
 
 keys, with defaults and meaning: docs/config.md
 """

@@ -1,24 +1,24 @@
-"""Train, or go on training where the run in `output` stopped.
+"""Train a model, or resume the run in `output`.
 
 usage: upcycle train [CONFIG] [key=value ...] [nproc=N]
 
-CONFIG is a YAML file or the name of a ready config (configs/train). Text becomes token shards by `upcycle prepare`,
-once; `upcycle estimate` says whether a run fits; `upcycle report RUN output=loss.png` draws it.
+CONFIG is a YAML file or the name of a ready config (configs/train). First turn text into token shards with `upcycle
+prepare`. `upcycle estimate` says whether a run fits, and `upcycle report RUN output=loss.png` draws it.
 
   upcycle train stories model.upcycle.source=./llama output=runs/moe
   upcycle train model.source=./llama data.train=[runs/stories-data] output=runs/dense steps=1000 batch=8
-  upcycle train my.yaml profile=10-12                                  # where the time goes, as a trace
+  upcycle train my.yaml profile=10-12                                  # record a trace
   upcycle train my.yaml mesh.ep=8 nproc=8                              # on 8 GPUs, the same run
-  torchrun --nproc-per-node 8 -m training my.yaml mesh.ep=8            # the same, by torch's own launcher
+  torchrun --nproc-per-node 8 -m training my.yaml mesh.ep=8            # the same with torch's own launcher
 
-Islands are runs of one model that a slow link joins. A server keeps the model; all have one config, and one secret:
+Islands are runs that share one model over a slow link. A server keeps the model; all use one config and one secret:
 
-  openssl rand -hex 32 > secret                                        # once; a copy to every island
+  openssl rand -hex 32 > secret                                        # once; copy it to every island
   upcycle train my.yaml islands.serve=true output=runs/server islands.secret=secret islands.count=2 export=moe-islands
-  upcycle train my.yaml output=runs/island-0 islands.join=localhost:29600 islands.secret=secret   # one a machine
-  upcycle train my.yaml output=runs/try islands.local=2                # all of it on this machine
+  upcycle train my.yaml output=runs/island-0 islands.join=localhost:29600 islands.secret=secret   # one per machine
+  upcycle train my.yaml output=runs/try islands.local=2                # everything on this machine
 
-A run that was asked to stop saves and exits with 75. keys, with defaults and meaning: docs/config.md
+A run that is asked to stop saves and exits with code 75. Keys with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from collections.abc import Sequence
 
 from upcycle.cli import frame
 
-STOPPED = 75  # exit code of a run that was asked to stop: EX_TEMPFAIL, the same command goes on. `a && b` ends there
+# exit code of a run that was asked to stop: EX_TEMPFAIL, so that `a && b` ends; the same command continues
+STOPPED = 75
 
 
 @frame.command(resumes=True)
@@ -48,8 +49,8 @@ def main(words: Sequence[str]) -> int:
     try:
         train(config)
     except Stopped as stopped:
-        said = f"{config.output} {stopped} of {config.steps}; the same command goes on from there"
+        said = f"{config.output} {stopped} of {config.steps}; the same command continues from there"
         code = STOPPED
-    if rank() == 0:  # the first one speaks for all
+    if rank() == 0:  # rank 0 speaks for all
         print(said)
     return code

@@ -1,4 +1,4 @@
-"""List which keys of a training run do not go together, each rule with the sentence that a person reads."""
+"""List the rules between keys of a training run, each with its error sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPE = Rule(lambda value: value in ("", *COMPUTE), f"it must be one of {', '.jo
 def check_run(config: Any) -> None:
     """Raise a ValueError for the first rule that a TrainConfig breaks."""
     steps_to_trace(config.profile)
-    capabilities(config.model.expert_backend)  # refuses a name that is none
+    capabilities(config.model.expert_backend)  # raises for an unknown name
     transformer_engine.known(config.model.transformer_engine)
     for wrong, sentence in rules(config):
         if wrong:
@@ -24,7 +24,7 @@ def check_run(config: Any) -> None:
 
 
 def rules(c: Any) -> list[tuple[object, str]]:
-    """Return what may be wrong with a TrainConfig: whether it is, and the sentence."""
+    """List (whether a rule is broken, its sentence) for a TrainConfig."""
     model, pp, stream = c.model, c.mesh.pp, c.data.stream
     te_attention = "attention" in model.transformer_engine
     got = f"mesh.pp={pp}" if pp > 1 else "data.mask_documents=true" if c.data.mask_documents else ""

@@ -1,4 +1,4 @@
-"""Read a run's config, once, from one YAML file and key=value words."""
+"""Read a run's config from a YAML file and key=value words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from upcycle.planning.request import sized
 
 
 def read_config(file: str, words: Sequence[str] = ()) -> TrainConfig:
-    """Return the config of a run, after its stages are checked too."""
+    """Read and check the config of a run and its stages."""
     config = read(TrainConfig, file, words, TRAIN)
     stages_of(config)
     return config
@@ -31,13 +31,13 @@ def upcycle_config(model: ModelConfig) -> UpcycleConfig:
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """Return by key what all ranks of a run must have in common, which is everything but the device.
+    """Return the settings that all ranks must have in common, by key: everything except the device.
 
-    The upcycle config is there with its contents, because a file of one name may be another one on another node.
+    It contains the upcycle config itself, because a file of the same name may differ on another node.
     """
     found = asdict(config)
     del found["device"]
     if config.model.upcycle:
-        with suppress(ValueError, OSError):  # who needs a file that is not there says so; a run that resumes does not
+        with suppress(ValueError, OSError):  # code that needs a missing file reports it; a resume does not need it
             found["model"]["upcycle"] = asdict(sized(upcycle_config(config.model))[0])
     return flat(found)

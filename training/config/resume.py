@@ -1,8 +1,8 @@
-"""Judge key by key what differs between a checkpoint's settings and those of the run that goes on from it.
+"""Compare a checkpoint's settings with those of the resuming run, key by key.
 
-quiet      it changes no number that is learned                        nothing is said
-said       it changes how the run goes on, as it was asked to          one warning that names each key
-refused    something in the checkpoint then means something else       one sentence, unless resume.allow names it
+quiet      the key changes no learned number                           nothing is said
+said       the key changes the rest of the run                         one warning that names each key
+refused    something in the checkpoint would mean something else       an error, unless resume.allow names the key
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QUIET = (
 )  # fmt: skip
 OTHER_WEIGHTS = "the weights are the checkpoint's, whatever these say"
 OTHER_ORDER = "samples are counted in another order: some come twice and some never"
-REFUSED = {  # a key, or what a key is part of: what happens if it is allowed
+REFUSED = {  # a key or its part of the config -> what happens if it is allowed
     "model.source": OTHER_WEIGHTS,
     "model.upcycle": OTHER_WEIGHTS,
     "model.random": OTHER_WEIGHTS,
@@ -35,32 +35,32 @@ REFUSED = {  # a key, or what a key is part of: what happens if it is allowed
     "data.tokenizer": OTHER_ORDER,
     "data.sequence": OTHER_ORDER,
     "data.seed": OTHER_ORDER,
-    "optim.name": "moments of another rule do not fit and start anew",
-    "optim.spike_window": "the spike guard starts anew",
+    "optim.name": "moments of another rule do not fit and start again",
+    "optim.spike_window": "the spike guard starts again",
 }
-WEIGHT = re.compile(r"data\.train\.\d+\.weight")  # said: every source goes on where it was (data/mixture.py)
-SHOWN = 12  # differences in a sentence
+WEIGHT = re.compile(r"data\.train\.\d+\.weight")  # said: every source continues at its position (data/mixture.py)
+SHOWN = 12  # differences shown in a sentence
 
 
 @dataclass(frozen=True)
 class ResumeConfig:
-    # keys that may differ from the checkpoint's although something in it then means something else (model.source,
-    # data.train, optim.name ...): a resume that is refused names them, and says what happens
+    # keys that may differ from the checkpoint although something in it then means something else (model.source,
+    # data.train, optim.name ...); a refused resume names them and says what would happen
     allow: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key in self.allow:
             if not any(within(key, known) or within(known, key) for known in REFUSED):
                 raise ValueError(
-                    f"resume.allow names {key!r}, which no resume refuses{nearest(key, list(REFUSED))}; it takes "
+                    f"resume.allow names {key!r}, which is never refused{nearest(key, list(REFUSED))}; it takes "
                     f"{', '.join(REFUSED)}"
                 )
 
 
 def judge(source: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow: Sequence[str], warn: bool) -> None:
-    """Raise a ValueError if settings differ that are refused; warn, where `warn`, of what is said or allowed.
+    """Raise a ValueError for differences that are refused; with `warn`, warn about the others.
 
-    Both settings are as `compared` gives them.
+    Both settings are as `compared` returns them.
     """
     keys = [*now, *(key for key in before if key not in now)]
     found = [key for key in keys if before.get(key) != now.get(key)]
@@ -69,7 +69,7 @@ def judge(source: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow
     if refused:
         what = "; ".join(dict.fromkeys(REFUSED[key] for key in refused.values()))
         raise ValueError(
-            f"this run does not go on from {source}: {listed([told[key] for key in refused])}; set them back, choose "
+            f"this run cannot resume from {source}: {listed([told[key] for key in refused])}; set them back, choose "
             f"another output, or write resume.allow=[{','.join(dict.fromkeys(refused.values()))}] ({what})"
         )
     if found and warn:
@@ -77,17 +77,17 @@ def judge(source: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow
 
 
 def refusing(key: str) -> str:
-    """Return the part of REFUSED that holds a key; "" if none does."""
+    """Return the entry of REFUSED that covers a key, or ""."""
     return "" if WEIGHT.fullmatch(key) else within_any(key, REFUSED)
 
 
 def compared(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint holds of a run's settings, by dotted key: all that is not quiet."""
+    """Return the settings that a checkpoint stores, by dotted key: all that are not quiet."""
     return {key: value for key, value in flat(settings).items() if not within_any(key, QUIET)}
 
 
 def flat(value: Any, where: str = "") -> dict[str, Any]:
-    """Return values by dotted key, through mappings and lists of mappings."""
+    """Flatten mappings and lists of mappings to values by dotted key."""
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         value = {str(number): item for number, item in enumerate(value)}
     if not isinstance(value, Mapping):
@@ -103,7 +103,7 @@ def within(key: str, outer: str) -> bool:
 
 
 def within_any(key: str, outer: Iterable[str]) -> str:
-    """Return the one of `outer` that `key` is, or is a part of; "" if it is of none."""
+    """Return the entry of `outer` that equals or contains `key`, or ""."""
     return next((name for name in outer if within(key, name)), "")
 
 

@@ -1,6 +1,6 @@
-"""Define what a training run is told: frozen dataclasses, a part each, that are read once.
+"""Define the config of a training run: one frozen dataclass for each part.
 
-The keys and defaults of the other parts stand next to the code that uses them (data/mixture.py, optim/schedule.py ...).
+Other parts define their keys next to the code that uses them (data/mixture.py, optim/schedule.py ...).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STAGED = ("data", "schedule", "optim", "balance", "teacher")  # parts of a confi
 
 
 EPOCH = "steps; an epoch has as many steps as the data has tokens / (batch * data.sequence)"
-OTHER_TOOLS = {  # what other trainers call a key of TrainConfig
+OTHER_TOOLS = {  # names of other trainers for keys of TrainConfig
     **dict.fromkeys(("lr", "learning_rate"), "schedule.peak"),
     **dict.fromkeys(("warmup", "warmup_steps"), "schedule.warmup"),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "schedule.shape"),
@@ -56,39 +56,39 @@ OTHER_TOOLS = {  # what other trainers call a key of TrainConfig
 class ModelConfig:
     ELSEWHERE: ClassVar = {"experts": "model.expert_backend", "compute": "model.dtype"}
 
-    source: str = ""  # a checkpoint folder or hub id, dense or MoE; with `upcycle` it is left empty
-    upcycle: Any = ""  # an upcycle config (file, ready name, or keys and values): the MoE is made as it is loaded
-    random: bool = False  # random weights in the source's shape
-    expert_backend: str = "grouped"  # a backend, a file of training/experts (experts is a count)
-    # dtype of activations: bfloat16 | float32 | float64; "": bfloat16 on a GPU, float32 on a CPU, which is slow in the
-    # other; a run that goes on keeps its own. Weights, moments and sums of gradients are float32
+    source: str = ""  # a checkpoint folder or Hub id, dense or MoE; empty with `upcycle`
+    upcycle: Any = ""  # an upcycle config (file, ready name, or keys and values): the MoE is made while it loads
+    random: bool = False  # start from random weights in the source's shape
+    expert_backend: str = "grouped"  # the expert kernels: a file of training/experts
+    # dtype of activations: bfloat16 | float32 | float64; "": bfloat16 on a GPU, float32 on a CPU, where bfloat16 is
+    # slow; a resumed run keeps its own. Weights, moments and sums of gradients are float32
     dtype: str = ""
-    # what is computed again in backward, instead of kept: none | selective | attention | experts | full (training.md)
+    # what backward computes again instead of keeping it: none | selective | attention | experts | full (performance.md)
     recompute: str = "none"
-    # dtype that weights are held in which never learn (beside adapters, in groups of rate 0): bfloat16 | float32; "":
-    # bfloat16 where the checkpoint is and the model computes in it, which is the same numbers in half of the bytes
+    # dtype of weights that never learn (with adapters, or in groups of rate 0): bfloat16 | float32; "": bfloat16 if the
+    # checkpoint and the activations are bfloat16, which gives the same numbers in half of the bytes
     frozen: str = ""
     compile: bool = False  # torch.compile each layer
-    # record a step as a CUDA graph and replay it, so that no host is waited for; on one GPU that trains alone. None
-    # given: where nothing is in the way and a step takes at most half of the memory
+    # record the step as a CUDA graph and replay it without the host; only for a single GPU. null: if it is possible and
+    # a step takes at most half of the memory
     graph: bool | None = None
-    transformer_engine: tuple[str, ...] = ()  # what of a layer it computes: attention, linear | linear_fp8, norm
+    transformer_engine: tuple[str, ...] = ()  # parts of a layer that it computes: attention, linear | linear_fp8, norm
 
     def __post_init__(self) -> None:
         frozen = Rule(lambda value: value in ("", "bfloat16", "float32"), "it must be bfloat16 or float32, or left out")
         check_values(self, "model.", {"dtype": DTYPE, "recompute": one_of(MODES), "frozen": frozen})
 
     def computes(self, device: str = "cuda") -> str:
-        """Return the dtype of activations on a kind of device; plans are made for GPUs."""
+        """Return the dtype of activations on a kind of device; plans assume GPUs."""
         return self.dtype or ("float32" if device == "cpu" else "bfloat16")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: int = 500  # steps between checkpoints; 0: only at the end
-    keep: int = 2  # how many of the newest stay
-    keep_every: int = 0  # those whose step is a multiple of this stay too; 0: none
-    asynchronous: bool = True  # written while the run goes on
+    keep: int = 2  # newest checkpoints to keep
+    keep_every: int = 0  # also keep checkpoints whose step is a multiple of this; 0: none
+    asynchronous: bool = True  # write checkpoints while the run continues
 
     def __post_init__(self) -> None:
         check_values(self, "checkpoint.", {"every keep_every": at_least(0), "keep": at_least(1)})
@@ -96,21 +96,21 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Say where figures go, besides metrics.jsonl, which is always written."""
+    """Where metrics go, in addition to metrics.jsonl."""
 
-    tensorboard: bool = False  # events for TensorBoard, in the run's folder
-    wandb: str = ""  # the project that wandb logs to; "": it does not
+    tensorboard: bool = False  # write TensorBoard events to the run's folder
+    wandb: str = ""  # the wandb project to log to; "": none
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    every: int = 0  # steps between evaluations, besides those before the first and after the last; 0: none
-    suite: str = "tiny"  # a file of evaluation/suites, or one of your own
-    data: str = ""  # a folder with the suite's files; "": from the hub
-    texts: tuple[str, ...] = ()  # suite perplexity: .txt, .jsonl or .jsonl.zst
-    fewshot: int | None = None  # examples in a prompt, where the task leaves it open
+    every: int = 0  # steps between evaluations, in addition to the first and the last; 0: never
+    suite: str = "tiny"  # a file of evaluation/suites, or your own
+    data: str = ""  # a folder with the suite's files; "": from the Hub
+    texts: tuple[str, ...] = ()  # for suite perplexity: .txt, .jsonl or .jsonl.zst files
+    fewshot: int | None = None  # examples in a prompt, if the task leaves it open
     limit: int = 0  # items of each task; 0: all
-    tokenizer: str = ""  # a folder with one, or a hub id; "": the checkpoint's
+    tokenizer: str = ""  # folder or Hub id of a tokenizer; "": the checkpoint's
 
     def __post_init__(self) -> None:
         check_values(self, "eval.", {"every limit fewshot": at_least(0)})
@@ -118,32 +118,31 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """Describe some steps of a run: the keys here differ from the run's."""
+    """One stage of a run, with the keys that differ from the run's."""
 
-    name: str = ""  # in what the run says; "": its number
-    steps: int = 0  # of the optimiser
-    tokens: int = 0  # in place of steps: as many steps as take at least so many
-    data: Any = field(default_factory=dict)  # keys of data that are others in this stage, its mixture and sequence, say
-    schedule: Any = field(default_factory=dict)  # keys of schedule; it counts from the stage's first step
-    optim: Any = field(default_factory=dict)  # keys of optim, groups among them: what is frozen in this stage, say
+    name: str = ""  # name in messages; "": its number
+    steps: int = 0  # optimiser steps
+    tokens: int = 0  # instead of steps: the stage takes at least this many tokens
+    data: Any = field(default_factory=dict)  # keys of data that differ in this stage, such as mixture and sequence
+    schedule: Any = field(default_factory=dict)  # keys of schedule, which counts from the stage's first step
+    optim: Any = field(default_factory=dict)  # keys of optim, for example groups that are frozen in this stage
     balance: Any = field(default_factory=dict)  # keys of balance
-    teacher: Any = field(default_factory=dict)  # keys of teacher; its weight goes in a line through the stage
+    teacher: Any = field(default_factory=dict)  # keys of teacher; its weight changes linearly through the stage
     batch: int = 0  # sequences a step; 0: the run's
     micro_batch: int = 0  # sequences at a time, on each data-parallel rank; 0: the run's
-    valid_every: int | None = None  # steps between validations; none given: the run's
+    valid_every: int | None = None  # steps between validations; null: the run's
 
     def __post_init__(self) -> None:
         if (self.steps > 0) == (self.tokens > 0) or min(self.steps, self.tokens, self.batch, self.micro_batch) < 0:
             raise ValueError(
-                f"steps is {self.steps} and tokens is {self.tokens}; one of them says how long the stage is, for "
-                "instance steps=200"
+                f"steps is {self.steps} and tokens is {self.tokens}; set exactly one of them, for instance steps=200"
             )
         for name in STAGED:
             if not isinstance(getattr(self, name), Mapping):
                 raise ValueError(f"{name} is {short(getattr(self, name))}; it must be keys and values")
 
     def length(self, config: TrainConfig) -> int:
-        """Return how many steps the stage takes in a run of this config."""
+        """Return the number of steps of the stage in a run of this config."""
         if self.steps:
             return self.steps
         sequence = merged(config.data, self.data, "data.").sequence
@@ -168,19 +167,19 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     islands: IslandsConfig = field(default_factory=IslandsConfig)
-    steps: int = 1000  # of the optimiser, from the first on; a resumed run goes on to the same number
-    # one after the other, each so many steps (or tokens) and the keys that differ from the run's; none: all steps alike
+    steps: int = 1000  # optimiser steps in total; a resumed run continues to the same number
+    # stages one after the other, each with steps or tokens and the keys that differ from the run's; []: one stage
     stages: tuple[Any, ...] = ()
     batch: int = 64  # sequences a step
     micro_batch: int = 1  # sequences at a time, on each data-parallel rank
     log_every: int = 10  # steps between lines of metrics.jsonl
     valid_every: int = 0  # steps between validations; 0: only before the first and after the last
     profile: str = ""  # steps to trace, such as 10-12: trace-10-12.json.gz, for perfetto
-    memory_snapshot: bool = False  # records CUDA's allocator: memory.pickle, for pytorch.org/memory_viz
-    export: str = ""  # a folder for the final model in its Hugging Face layout
-    patience: float = 30.0  # minutes that ranks wait for each other before they end and name who is missing
+    memory_snapshot: bool = False  # record CUDA's allocator in memory.pickle, for pytorch.org/memory_viz
+    export: str = ""  # folder for the final model, in Hugging Face layout
+    patience: float = 30.0  # minutes that ranks wait for each other before they end and name the missing one
     device: str = ""  # cuda | cpu; "": cuda if there is one
-    seed: int = 0  # of random weights (model.random)
+    seed: int = 0  # seed of random weights (model.random)
 
     def __post_init__(self) -> None:
         rules = {
@@ -198,20 +197,20 @@ class TrainConfig:
                 with of_stage(number):
                     total += stage.length(self)
             if self.steps not in (TrainConfig.steps, total):
-                raise ValueError(f"steps is {self.steps}, and the stages have {total}; leave steps out")
+                raise ValueError(f"steps is {self.steps}, but the stages have {total}; leave steps out")
             object.__setattr__(self, "steps", total)
 
 
 def stage_config(value: Any, number: int) -> StageConfig:
-    """Return a stage's own keys, read from plain values."""
+    """Read a stage's own keys from plain values."""
     if isinstance(value, StageConfig):
         return value
     known = {each.name for each in fields(StageConfig)}
     for key in value if isinstance(value, Mapping) else ():
         if key not in known and key in {each.name for each in fields(TrainConfig)}:
             raise ValueError(
-                f"stages.{number}.{key} cannot differ between the stages of a run, because what it says is made once; "
-                f"a stage has {', '.join(sorted(known))}"
+                f"stages.{number}.{key} cannot differ between stages, because the run sets it up once; "
+                f"a stage can have {', '.join(sorted(known))}"
             )
     with of_stage(number):
         return build(StageConfig, value, "")
@@ -224,7 +223,7 @@ def merged(part: T, keys: Mapping[str, Any], where: str) -> T:
 
 @contextmanager
 def of_stage(number: int) -> Iterator[None]:
-    """Name the stage in each ValueError that is raised within."""
+    """Prefix each ValueError with the stage."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Cut a run into stages: each has its own steps and its own whole config."""
+"""Split a run into stages, each with its own steps and a complete config."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 from training.config.schema import STAGED, StageConfig, TrainConfig, merged, of_stage
 
-ALONG = (  # keys of staged parts that are of the whole run: checkpoint and memory are made for one value
+ALONG = (  # keys of staged parts that hold for the whole run, because checkpoints and memory depend on them
     "data.stream", "data.tokenizer", "data.seed", "optim.name", "optim.moments", "optim.spike_window", "teacher.source",
 )  # fmt: skip
-AT_THE_END = ("average", "shrink")  # of optim: what a run's last step does
+AT_THE_END = ("average", "shrink")  # of optim: applied at the run's last step
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Some of a run's steps, and the config that holds in them: `config.steps` of them, after the `first` ones."""
+    """A range of steps with its config: `config.steps` steps after the first `first` ones."""
 
     number: int  # from 1
     name: str
@@ -28,7 +28,7 @@ class Stage:
 
 
 def stages_of(config: TrainConfig) -> tuple[Stage, ...]:
-    """Return a run's stages, each with its whole config; a run without any is one stage."""
+    """Return a run's stages, each with a complete config; a run without stages is one stage."""
     if not config.stages:
         return (Stage(1, "", 0, config),)
     found, first = list[Stage](), 0
@@ -39,13 +39,15 @@ def stages_of(config: TrainConfig) -> tuple[Stage, ...]:
         first = found[-1].last
         ends = [f"optim.{key}" for key in AT_THE_END if own.optim.get(key) and own is not config.stages[-1]]
         if ends:
-            raise ValueError(f"stages.{number} has {ends[0]}, which is of a run's end; write it in the last stage")
+            raise ValueError(
+                f"stages.{number} has {ends[0]}, which applies at the run's end; write it in the last stage"
+            )
     check_sources(found)
     return tuple(found)
 
 
 def settled(config: TrainConfig, own: StageConfig) -> TrainConfig:
-    """Return the run's config with a stage's keys in it."""
+    """Return the run's config changed by a stage's keys."""
     parts = {name: merged(getattr(config, name), getattr(own, name), f"{name}.") for name in STAGED}
     numbers = {name: getattr(own, name) for name in ("batch", "micro_batch") if getattr(own, name)}
     numbers |= {} if own.valid_every is None else {"valid_every": own.valid_every}
@@ -55,17 +57,17 @@ def settled(config: TrainConfig, own: StageConfig) -> TrainConfig:
         ours, runs = (getattr(getattr(each, part), name) for each in (stage, config))
         if ours != runs:
             raise ValueError(
-                f"{key} is {ours!r} and the run's is {runs!r}; it is of the whole run, so leave it out here"
+                f"{key} is {ours!r} and the run's is {runs!r}; it holds for the whole run, so leave it out here"
             )
     if config.data.stream and replace(stage.data, valid=()) != replace(config.data, valid=()):
         raise ValueError(
-            "data differs from the run's, and a stream only goes on as it is; prepare it, and use data.train"
+            "data differs from the run's, and a stream cannot change between stages; prepare it and use data.train"
         )
     return stage
 
 
 def check_sources(stages: Sequence[Stage]) -> None:
-    """Raise a ValueError if two folders have one name, because how far a source is read is known by its name."""
+    """Raise a ValueError if two folders share a name, because the read position is stored by name."""
     paths: dict[str, str] = {}
     for stage in stages:
         for source in stage.config.data.train:
@@ -77,11 +79,11 @@ def check_sources(stages: Sequence[Stage]) -> None:
 
 
 def stage_of(stages: Sequence[Stage], step: int) -> Stage:
-    """Return the stage that makes a step: the first one for step 0, the last one for steps behind the run's end."""
+    """Return the stage of a step: the first for step 0, the last for steps after the run's end."""
     return next((stage for stage in stages if step <= stage.last), stages[-1])
 
 
 def tokens_by(stages: Sequence[Stage], step: int) -> int:
-    """Return how many tokens the first steps of a run take."""
+    """Return the tokens of the first steps of a run."""
     made = ((max(min(step, stage.last) - stage.first, 0), stage.config) for stage in stages)
     return sum(steps * config.batch * config.data.sequence for steps, config in made)

@@ -1,4 +1,4 @@
-"""Fetch the suite that evaluates a run while it trains. Only here does training name evaluation, and so lm-eval."""
+"""Load the suite that evaluates a run while it trains; only this file of training imports evaluation and lm-eval."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from training.config.schema import TrainConfig
 
 
 def suite_of(config: TrainConfig) -> Any:
-    """Return the module evaluation.ask.run if the run wants a suite, else None.
+    """Return the module evaluation.ask.run if the run has a suite, else None.
 
-    Its `ready` raises what is wrong with the keys of eval; its `live` returns a function that evaluates the model.
+    Its `ready` raises for wrong keys of eval; its `live` returns a function that evaluates the model.
     """
     if not config.eval.every:
         return None

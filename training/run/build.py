@@ -1,6 +1,6 @@
-"""Build a run: model, optimiser, balance, data, and the state that a checkpoint holds.
+"""Build a run: model, optimiser, balance, data, and the state that checkpoints store.
 
-`start` makes a Run; `learner` makes the part of it that a training step needs, for bench too.
+`start` makes a Run. `learner` makes the part that a training step needs, for bench too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from upcycle.arch.spec import DenseSpec, MoESpec
 
 @dataclass
 class Reading:
-    """How far the data is read: one integer, and what a stream needs besides (a part of the checkpoint)."""
+    """The position in the data: one integer, plus a stream's own state. Checkpoints store it."""
 
     cursor: int = 0
     saved: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class RouterLoads:
-    """The routers' statistics so far, of all layers and ranks: a part of a checkpoint that any mapping goes on with."""
+    """The routers' statistics of all layers and ranks. Checkpoints store them for any mapping."""
 
     balance: Balance
     model: Decoder
@@ -69,7 +69,7 @@ class RouterLoads:
 
     @property
     def here(self) -> list[int]:
-        """Which of the model's MoE layers are this rank's."""
+        """Return the MoE layers of this rank."""
         every = self.spec.layers if isinstance(self.spec, MoESpec) else ()
         return [every.index(int(number)) for number, layer in self.model.layers.items() if isinstance(layer.ffn, MoE)]
 
@@ -83,7 +83,7 @@ class RouterLoads:
         return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        first = self.mesh.rank % (self.mesh.world // self.mesh.size("pp")) == 0  # one rank goes on with all ranks' sums
+        first = self.mesh.rank % (self.mesh.world // self.mesh.size("pp")) == 0  # one rank takes over all ranks' sums
         own = {
             name: tensor[self.here] if first else torch.zeros_like(tensor[self.here]) for name, tensor in state.items()
         }
@@ -92,14 +92,14 @@ class RouterLoads:
 
 @dataclass
 class Learner:
-    """What a step needs."""
+    """The objects that a training step needs."""
 
     config: TrainConfig
     mesh: ParallelMesh
-    parts: list[Decoder]  # the model's parts that this rank computes: one, or several stages of a pipeline
-    model: Decoder  # all these parts in one decoder, under the whole model's names
+    parts: list[Decoder]  # this rank's parts of the model: one, or several stages of a pipeline
+    model: Decoder  # these parts in one decoder, under the whole model's names
     pipeline: Pipeline | None
-    optimizer: Optimizer | None  # None: gradients are made, but no update (bench.py)
+    optimizer: Optimizer | None  # None: gradients without an update (bench.py)
     guard: SpikeGuard
     balance: Balance
     teacher: Teacher | None
@@ -111,12 +111,12 @@ class Learner:
         return self.config.batch // (self.config.micro_batch * self.mesh.dp)
 
     def reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all ranks with other tokens."""
+        """Sum a tensor over all ranks with other tokens."""
         return all_reduce(tensor, self.mesh.tokens_group())
 
     def agree(self, number: Tensor) -> Tensor:
-        """Return rank 0's number, on every rank. Sums over different groups may differ in their last bit, and a number
-        that all ranks scale or decide by must not: copies of a weight would drift apart, or one rank would skip."""
+        """Return rank 0's number on every rank. Sums over different groups may differ in the last bit, but a number
+        that scales or decides must be equal: otherwise copies of a weight drift apart, or only one rank skips."""
         if self.mesh.world > 1:
             dist.broadcast(number, 0)
         return number
@@ -124,26 +124,26 @@ class Learner:
 
 @dataclass
 class Run(Learner):
-    """A learner with its folder, its model's origin and its progress. Its config is that of the stage that it is in."""
+    """A learner with its folder, its model's origin and its progress. Its config is that of the current stage."""
 
     optimizer: Optimizer
-    whole: TrainConfig  # of all stages
+    whole: TrainConfig  # the config of all stages
     stages: tuple[Stage, ...]
     stage: Stage
-    at_hand: Teacher | None  # of the stages that ask for one
+    at_hand: Teacher | None  # for the stages that need one
     folder: Path
     origin: Origin
     state: TrainState
     place: Reading
-    control: dist.ProcessGroup | None  # gloo: what hosts tell each other beside the devices
+    control: dist.ProcessGroup | None  # gloo, for messages between hosts
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that writes and draws."""
+        """Return whether this rank writes and draws."""
         return self.mesh.rank == 0
 
     def follow(self, stage: Stage) -> bool:
-        """Do as a stage says, with the same model; return whether other parameters learn than did before."""
+        """Switch to a stage with the same model; return whether other parameters learn now."""
         config = stage.config
         self.stage, self.config = stage, config
         anew = [freeze(part, config.optim) for part in self.parts]
@@ -160,7 +160,7 @@ class Run(Learner):
 
 @contextmanager
 def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
-    """Yield a Run, whose weights are still to come: from a checkpoint, or from `begin`."""
+    """Yield a Run without weights, which come from a checkpoint or from `begin`."""
     folder = Path(config.output)
     resumes, keeps = broadcast([bool(found(folder / CHECKPOINTS)), standalone.keeps(folder, config.model)])
     config = settled(config, device.type, broadcast(standalone.dtype_of(folder) if resumes else ""))
@@ -180,14 +180,13 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
             **vars(core), whole=config, stages=stages, stage=stages[-1], at_hand=teacher, folder=folder, origin=origin,
             state=state, place=place, control=control,
         )  # fmt: skip
-        for stage in reversed(stages):  # what is wrong with any is said now, and the first is left to begin with
+        for stage in reversed(stages):  # check all stages now, ending with the first
             run.follow(stage)
         yield run
 
 
 def settled(config: TrainConfig, device: str, before: str) -> TrainConfig:
-    """Return the config with the dtype that is computed in, and say it: the config's own, the one that the run had
-    `before`, or the device's."""
+    """Return the config with the compute dtype (the config's, the run's `before`, or the device's), and print it."""
     own, kind = config.model.computes(device), device.upper().replace("CUDA", "GPU")
     model = replace(config.model, dtype=config.model.dtype or before or own)
     if rank() == 0:
@@ -197,7 +196,7 @@ def settled(config: TrainConfig, device: str, before: str) -> TrainConfig:
 
 
 def begin(run: Run) -> None:
-    """Fill in the weights of step 0: read, upcycled as they are read, or drawn."""
+    """Fill in the weights of step 0: read, upcycled while reading, or random."""
     model = run.whole.model
     if model.random:
         layout.initialise(run.model, run.whole.seed)
@@ -218,8 +217,8 @@ def learner(
     learns: bool = True,
     teacher: Teacher | None = None,
 ) -> Learner:
-    """Return a learner of parts that are divided already. Weights narrower than float32 must be filled in before, since
-    the optimiser copies them; float32 ones, as a run has, may be filled in later."""
+    """Return a learner from parts that are already divided. Weights narrower than float32 must be filled in first,
+    since the optimiser copies them; float32 weights may be filled in later."""
     model = under_one_roof(parts)
     count = config.batch // (config.micro_batch * mesh.dp)
     return Learner(
@@ -238,7 +237,7 @@ def learner(
 
 
 def balance_of(config: TrainConfig, model: Decoder, mesh: ParallelMesh) -> Balance:
-    """Return the balance of a model's routers, over all ranks with other tokens."""
+    """Return the Balance of a model's routers over all ranks with other tokens."""
     return Balance(
         config.balance,
         model,
@@ -250,18 +249,18 @@ def balance_of(config: TrainConfig, model: Decoder, mesh: ParallelMesh) -> Balan
 
 
 def scale_of(config: TrainConfig, mesh: ParallelMesh) -> float:
-    """Return the share of a rank's part of a micro-batch in a step's tokens."""
+    """Return the share of the step's tokens that a rank has of a micro-batch."""
     return config.micro_batch / (config.batch * mesh.size("cp") * mesh.size("tp"))
 
 
 def loader_of(run: Run, samples: Samples) -> Loader:
-    """Return a loader of micro-batches, in each of which the data-parallel ranks take samples in turn: a step's
-    samples, and which of them are computed together, are the same on every mesh that computes as many at a time."""
+    """Return a loader of micro-batches in which data-parallel ranks take samples in turn, so that a step's samples and
+    their grouping do not depend on the mesh."""
     size, ahead = run.config.micro_batch, 2 * run.micro_batches
     pin = run.device.type == "cuda"
     return Loader(samples, run.place.cursor, size, data_rank(run.mesh), run.mesh.dp, ahead=ahead, pin=pin)
 
 
 def data_rank(mesh: ParallelMesh) -> int:
-    """Return which samples a rank reads; ranks of one tensor, context and pipeline parallel group read the same."""
+    """Return the data-parallel rank; ranks of one tensor, context and pipeline group read the same samples."""
     return mesh.index("dp_replicate") * mesh.dp_shard + mesh.index("dp_shard")

@@ -13,9 +13,9 @@ from training.run.session import opened
 
 
 def train(config: TrainConfig) -> Path:
-    """Train to config.steps, or go on where an earlier call stopped, and return the run's folder.
+    """Train to config.steps, or resume an earlier run, and return its folder.
 
-    Raise Stopped, after a checkpoint is written, if a signal asked the run to end.
+    Raise Stopped after writing a checkpoint if a signal asks the run to end.
     """
     preflight(config)
     with opened(config) as session:

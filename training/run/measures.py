@@ -1,4 +1,4 @@
-"""Measure a run next to its steps: validation, and a suite that evaluates the model."""
+"""Measure a run between its steps: validation, and a suite that evaluates the model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from training.run.saving import due
 from training.run.step import validate
 from training.run.stop import Stopped
 
-Ask = Callable[[], Mapping[str, float]]  # called by all ranks together; all get the numbers
-Poll = Callable[[], object]  # called by all ranks together, before each forward; raises Stopped if the run is to end
-Measures = dict[str, tuple[int, Ask]]  # prefix of their names in the log: (steps between them, what makes them)
+Ask = Callable[[], Mapping[str, float]]  # all ranks call it together and get the numbers
+Poll = Callable[[], object]  # all ranks call it before each forward; raises Stopped if the run should end
+Measures = dict[str, tuple[int, Ask]]  # prefix of the names in the log -> (steps between, function)
 
 
 def evaluation_of(run: Run, enter: Callable[[str], object], poll: Poll) -> Measures:
-    """Return the evaluation that the run asks for, if any."""
+    """Return the run's evaluation suite as measures, if it has one."""
     suite = suite_of(run.whole)
     if suite is None:
         return {}
@@ -35,25 +35,25 @@ def evaluation_of(run: Run, enter: Callable[[str], object], poll: Poll) -> Measu
 
 
 def validation_of(run: Run, poll: Poll) -> Measures:
-    """Return the validation of the stage that the run is in."""
+    """Return the validation of the current stage as measures."""
     valid = open_validation(run.config.data, run.origin.dense.vocab)
     return {"valid/": (run.config.valid_every, partial(validate, run, valid, poll))}
 
 
 def at(measures: Measures, step: int, last: int) -> Measures:
-    """Return those that are to be made after a step."""
+    """Return the measures that are due after a step."""
     return {name: (every, make) for name, (every, make) in measures.items() if due(step, every, last)}
 
 
 def missing(run: Run, step: int, measures: Measures) -> Measures:
-    """Return those that the log does not have: the run ended after the step's checkpoint and before they were made."""
+    """Return the measures of a step that the log lacks, because the run ended after its checkpoint."""
     row = next((row for row in read_metrics(run.folder) if row["step"] == step), {}) if run.leads else {}
     names = broadcast([name for name in measures if not any(key.startswith(name) for key in row)])
     return {name: measures[name] for name in names}
 
 
 def measured(metrics: Metrics, step: int, measures: Measures) -> bool:
-    """Make and log measures; return False if the run was asked to stop before all were made."""
+    """Compute and log measures; return False if the run was asked to stop before the end."""
     try:
         for _, make in measures.values():
             metrics.log(step, **make())

@@ -1,4 +1,4 @@
-"""Open the model that a run trains, and make the parts of it that this rank computes."""
+"""Open the model that a run trains, and build this rank's parts of it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def nothing(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str
 
 
 def observing(config: TrainConfig, device: torch.device) -> layout.Observe:
-    """Return what measures for upcycling on this device, unless the run's folder has it: the texts of model.upcycle,
-    else the run's first ones."""
+    """Return the function that measures for upcycling on this device, on the texts of model.upcycle or the run's first
+    ones, unless the run's folder has the measurements."""
     first = stages_of(config)[0].config
     folder = Path(config.output) if config.output else None
     given = partial(first_tokens, first.data, first.steps * first.batch)
@@ -48,21 +48,21 @@ def observing(config: TrainConfig, device: torch.device) -> layout.Observe:
 
 
 def source(config: TrainConfig, observe: layout.Observe = nothing) -> AbstractContextManager[Origin]:
-    """Open the Origin of the config's model. Without `observe` it knows the model's sizes, and nothing of any text."""
+    """Open the Origin of the config's model. Without `observe` it knows sizes but nothing measured on text."""
     model, text = config.model, bool(stages_of(config)[0].config.data.train)
     return layout.online(upcycle_config(model), observe, text=text) if model.upcycle else layout.opened(model.source)
 
 
 def origin_of(config: TrainConfig, kept: bool, observe: layout.Observe = nothing) -> AbstractContextManager[Origin]:
-    """Open the Origin that the run's folder keeps if `kept`, else the one of the config's model."""
+    """Open the Origin in the run's folder if `kept`, else that of the config's model."""
     return nullcontext(standalone.kept(Path(config.output))) if kept else source(config, observe)
 
 
 def taught_by(config: TrainConfig) -> AbstractContextManager[Origin]:
-    """Open the Origin of the config's teacher: the one that it names, else the dense model that is upcycled."""
+    """Open the Origin of the teacher: the one that the config names, else the upcycled dense model."""
     name = config.teacher.source or (upcycle_config(config.model).source if config.model.upcycle else "")
     if not name:
-        raise ValueError("no teacher is known, because no dense model is upcycled by this config; write teacher.source")
+        raise ValueError("this config has no teacher, because it upcycles no dense model; write teacher.source")
     return layout.opened(name)
 
 
@@ -79,7 +79,7 @@ def teacher_of(config: TrainConfig, origin: Origin, mesh: ParallelMesh, device: 
 
 
 def whole_on_meta(spec: DenseSpec | MoESpec, config: TrainConfig) -> Decoder:
-    """Return all of the model with its adapters, without memory: for the names in it."""
+    """Return the whole model with its adapters on the meta device, for its names."""
     with torch.device("meta"):
         whole = model_of(spec, experts=SPECIFICATION)
         attach(whole, config.lora)
@@ -87,7 +87,7 @@ def whole_on_meta(spec: DenseSpec | MoESpec, config: TrainConfig) -> Decoder:
 
 
 def stages_of_rank(spec: DenseSpec | MoESpec, mesh: ParallelMesh) -> list[range]:
-    """Return the layers of each part of the model that this rank computes."""
+    """Return the layers of each of this rank's parts."""
     pp, name = mesh.size("pp"), mesh.config.schedule
     if pp == 1:
         return [range(dense_of(spec).layers)]
@@ -96,7 +96,7 @@ def stages_of_rank(spec: DenseSpec | MoESpec, mesh: ParallelMesh) -> list[range]
 
 
 def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: range, device: torch.device) -> Decoder:
-    """Return a Decoder of these layers, with memory for this rank's part of them only."""
+    """Return a Decoder of these layers with memory for this rank's share only."""
     model = config.model
     with torch.device("meta"):
         compute = getattr(torch, model.computes(device.type))
@@ -110,15 +110,15 @@ def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: ran
 def held_in(model: ModelConfig, spec: DenseSpec | MoESpec) -> torch.dtype:
     """Return the dtype of the weights that never learn."""
     if dense_of(spec).carried is not None:
-        return torch.float32  # transformers' layers hold weights of one dtype
+        return torch.float32  # transformers' layers need one dtype
     narrow = model.frozen or (spec.dtype if model.computes() == "bfloat16" else "")
     return torch.bfloat16 if narrow == "bfloat16" else torch.float32
 
 
 def hold(part: Decoder, dtype: torch.dtype) -> None:
-    """Give this dtype to the parameters of a part on the meta device that do not learn: they need no float32 master.
+    """Give this dtype to the frozen parameters of a part on the meta device, which need no float32 master.
 
-    Routers and norms keep float32: they are small, and are gathered together with parameters that learn.
+    Routers and norms keep float32: they are small and are gathered with parameters that learn.
     """
     for name, parameter in part.named_parameters():
         if not parameter.requires_grad and not rule(name, part.dense).exact:
@@ -126,19 +126,19 @@ def hold(part: Decoder, dtype: torch.dtype) -> None:
 
 
 def room(part: Decoder, model: ModelConfig, mesh: ParallelMesh, device: torch.device) -> Decoder:
-    """Set up a part on the meta device as `model` says, and return it with memory for this rank's share."""
+    """Divide a part on the meta device as `model` says, and return it with memory for this rank's share."""
     transformer_engine.use(part, model.transformer_engine)
     parallelize(part, mesh, recomputed=model.recompute, compiled=model.compile)
     return part.to_empty(device=device)
 
 
 def under_one_roof(parts: Sequence[Decoder]) -> Decoder:
-    """Return a Decoder with all parts' parameters under the whole model's names; of several parts it cannot compute."""
+    """Return a Decoder with all parts' parameters under the whole model's names; only a single part can compute."""
     if len(parts) == 1:
         return parts[0]
     roof = Decoder(parts[0].moe or parts[0].dense, part=range(1, 1))
     for part in parts:
         roof.layers.update(dict(part.layers.items()))
-        roof.embed = roof.embed or part.embed  # if tied, the first part's: see Pipeline.sum_tied
+        roof.embed = roof.embed or part.embed  # if tied, use the first part's (see Pipeline.sum_tied)
         roof.final_norm, roof.head = roof.final_norm or part.final_norm, roof.head or part.head
     return roof

@@ -1,4 +1,4 @@
-"""Say what is wrong with a run before its model is made and its weights are read, which takes minutes."""
+"""Check a run before its model is built and its weights are read, which takes minutes."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.schema import UpcycleConfig
 from upcycle.io.job import check_apart, check_ours
 
-CHECKPOINTS = "checkpoints"  # in the run's folder
-ISLANDS = "islands"  # in a server's
-# names in a folder whose run ended before it wrote anything else
+CHECKPOINTS = "checkpoints"  # folder in the run's folder
+ISLANDS = "islands"  # folder in a server's folder
+# files of a run that ended before it wrote anything else
 LEFT = re.compile(r"\.lock|secret|memory\.pickle|collectives-rank-\d+\.json|.+\.upcycle\.tmp", re.DOTALL)
 
 
 def preflight(config: TrainConfig) -> None:
-    """Raise a ValueError of one sentence for the first thing that is wrong."""
+    """Raise a ValueError for the first problem."""
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for the run's checkpoints and metrics")
     stages = stages_of(config)
@@ -69,7 +69,7 @@ def preflight(config: TrainConfig) -> None:
     with origin_of(config, bool(saved) and standalone.keeps(Path(config.output), config.model)) as origin:
         check_sizes(stages, origin, begun=bool(saved))
         if isinstance(origin.spec, MoESpec):
-            backend(config.model.expert_backend)  # that it is here
+            backend(config.model.expert_backend)  # raises if it is not installed
         check_optim(config, origin.spec)
         if not saved or step < config.steps:
             check_peft(config.lora, origin)
@@ -83,9 +83,9 @@ def preflight(config: TrainConfig) -> None:
 
 
 def check_sizes(stages: tuple[Stage, ...], origin: Origin, *, begun: bool) -> None:
-    """Refuse meshes, batches and lengths that do not fit the model, before text is measured or a weight is read.
+    """Raise a ValueError if mesh, batch or length do not fit the model, before text is measured or weights are read.
 
-    `begun`: whether the run has a checkpoint, with which it goes on at any length."""
+    `begun`: whether the run has a checkpoint; then any length is accepted."""
     world, dense, model = world_size(), origin.dense, stages[0].config.model
     for config in (stage.config for stage in stages):
         check(config.mesh, world, origin.spec, config.data.sequence)
@@ -94,21 +94,21 @@ def check_sizes(stages: tuple[Stage, ...], origin: Origin, *, begun: bool) -> No
         stated = dense.carried is None or text_of(origin.config).get("max_position_embeddings")
         if stated and config.data.sequence > dense.longest and not (begun or model.random):
             raise ValueError(
-                f"data.sequence={config.data.sequence} is longer than the {dense.longest} tokens that the model's "
-                f"positions are made for; write data.sequence={dense.longest}, or raise max_position_embeddings in the "
-                "model's config.json, and its rope, if it is to learn longer texts"
+                f"data.sequence={config.data.sequence} is longer than the model's context of {dense.longest} "
+                f"tokens; write data.sequence={dense.longest}, or raise max_position_embeddings in the "
+                "model's config.json, and adapt its rope, to train on longer texts"
             )
     if config.mesh.pp > 1:
         cut(origin.spec, config.mesh.pp, config.mesh.schedule)
 
 
 def world_size() -> int:
-    """Return how many processes the run has, which may not know each other yet."""
+    """Return the number of processes of the run, which may not be connected yet."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_data(stages: tuple[Stage, ...], origin: Origin) -> None:
-    """Open what every stage reads, and refuse texts of several tokenizers."""
+    """Open the data of every stage; raise a ValueError if their tokenizers differ."""
     read = []
     for stage in stages:
         samples = open_training(stage.config.data, origin.dense.vocab)
@@ -118,7 +118,7 @@ def check_data(stages: tuple[Stage, ...], origin: Origin) -> None:
 
 
 def check_export(config: TrainConfig, step: int) -> None:
-    """Refuse an export that is there, except a model where the run is at its end, because that may be its own."""
+    """Raise a ValueError if an export folder exists, except a model at the run's end, which may be its own."""
     model, adapters = ("export", config.export, standalone.CONFIG), ("lora.export", config.lora.export, ADAPTERS)
     for name, word, file in (model, adapters):
         folder = Path(word)
@@ -126,32 +126,32 @@ def check_export(config: TrainConfig, step: int) -> None:
             check_apart(name, folder, folders_read(config), "-trained")
             raise ValueError(f"{name}={folder} exists already; remove it or choose another folder")
         if word and folder.resolve() == Path(config.output).resolve():
-            raise ValueError(f"{name}={folder} is the output too, which holds the run; choose another folder")
+            raise ValueError(f"{name}={folder} is also the output, which holds the run; choose another folder")
         if word:
             check_ours(partial_of(folder))
 
 
 def folders_read(config: TrainConfig) -> list[str]:
-    """List what the run reads, and the run's own folder."""
+    """List the folders that the run reads, and its own folder."""
     made_of = upcycle_config(config.model) if config.model.upcycle else UpcycleConfig()
     data = [each.path for stage in stages_of(config) for each in (*stage.config.data.train, *stage.config.data.valid)]
     return [name for name in (config.output, config.model.source, made_of.source, *made_of.donors, *data) if name]
 
 
 def check_own(output: Path) -> None:
-    """Refuse a folder that holds something and is no run's, for instance a model's."""
+    """Raise a ValueError if the output folder holds something that is not a run, such as a model."""
     held = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
     begun = standalone.begun(output) or found(output / CHECKPOINTS) or any((output / ISLANDS).glob("log-*"))
     if not begun and (others := [name for name in held if not LEFT.fullmatch(name)]):
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         raise ValueError(
-            f"output={output} holds {', '.join(others[:3])}{more}, and is no folder of a run; write output=FOLDER, one "
-            "that is new, empty, or of the run that is to go on"
+            f"output={output} holds {', '.join(others[:3])}{more}, and is not a run; write output=FOLDER for a "
+            "folder that is new, empty, or of the run to resume"
         )
 
 
 def check_writable(name: str, folder: Path) -> None:
-    """Refuse a folder that cannot be made."""
+    """Raise a ValueError if a folder cannot be made."""
     there = next(path for path in (folder, *folder.parents, Path(".")) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         what = "may not be written to" if there.is_dir() else "is a file"
@@ -159,7 +159,7 @@ def check_writable(name: str, folder: Path) -> None:
 
 
 def check_optim(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
-    """Refuse groups of parameters that this model has none of, and what is meant for copies where there are none."""
+    """Raise a ValueError for parameter groups that match nothing, and for keys of copies without copies."""
     for stage in stages_of(config):
         settled(stage.config.optim, spec if isinstance(spec, MoESpec) else None)
     check_stock(config, spec)
@@ -172,7 +172,7 @@ def check_optim(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
 
 
 def check_cuts(spec: DenseSpec | MoESpec, config: TrainConfig) -> None:
-    """Refuse a stage of the pipeline that would have no adapters, and so nothing to learn."""
+    """Raise a ValueError if a pipeline stage would have no adapters and so nothing to learn."""
     if not (config.lora.rank and config.mesh.pp > 1):
         return
     for layers in cut(spec, config.mesh.pp, config.mesh.schedule):
@@ -187,7 +187,7 @@ def check_cuts(spec: DenseSpec | MoESpec, config: TrainConfig) -> None:
 
 
 def check_stock(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
-    """Refuse what transformers' own modelling code cannot do."""
+    """Raise a ValueError for keys that transformers' own modelling code does not support."""
     if dense_of(spec).carried is None:
         return
     default: dict[str, Any] = {f"mesh.{axis}": 1 for axis in ("tp", "cp", "pp", "etp")}
@@ -213,7 +213,7 @@ def shown(value: Any) -> str:
 
 
 def check_batch(config: TrainConfig, mesh: MeshConfig, ranks: int) -> None:
-    """Refuse a batch that so many data-parallel ranks cannot cut, or whose pieces the schedule does not take."""
+    """Raise a ValueError if the ranks cannot divide the batch, or the pipeline does not accept the pieces."""
     at_once = config.micro_batch * ranks
     if config.batch % at_once:
         raise ValueError(

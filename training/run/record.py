@@ -1,8 +1,8 @@
-"""Run a step a few times, record it as a CUDA graph, and replay it from then on, without its host.
+"""Record a step as a CUDA graph after a few runs, and replay it from then on without the host.
 
-A small model's step is thousands of kernels, most of which are done before the host has asked for the next. Replayed,
-they follow each other on the device. What changes from step to step is read from memory that stays where it is: the
-batches, the learning rates (Optimizer.pace), and all that a checkpoint holds.
+A small model's step is thousands of kernels, and most finish before the host launches the next one. Replayed, they
+follow each other on the device. Values that change from step to step are read from fixed memory: batches, learning
+rates (Optimizer.pace), and everything in checkpoints.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from training.data.batch import Batch
 from training.experts import capabilities
 from training.run.build import Learner
 
-MOST = 0.5  # share of the device's memory that a step may take: validation finds none of it free
-WARM = 3  # steps that run as they are: kernels are compiled in them, and libraries make room for themselves
+MOST = 0.5  # largest share of device memory for a step, whose memory validation cannot use
+WARM = 3  # steps before recording, in which kernels compile and libraries allocate
 Step = Callable[[Sequence[Batch], float], dict[str, Tensor]]
 TrainStep = Callable[[Learner, Sequence[Batch], float | None], dict[str, Tensor]]
 
 
 def stepping(run: Learner, train_step: TrainStep) -> Step:
-    """Return what makes a run's steps while its config stays: recorded unless model.graph forbids it or something is in
-    the way."""
+    """Return the function that makes a run's steps: recorded, unless something prevents it."""
     asked, reason = run.config.model.graph, obstacle(run)
     if asked and reason:
         raise ValueError(f"model.graph is true, but {reason}; leave it out, or set it to false")
@@ -36,7 +35,7 @@ def stepping(run: Learner, train_step: TrainStep) -> Step:
 
 
 def obstacle(run: Learner) -> str:
-    """Return why the run's step cannot be recorded; "" if nothing is known to be in the way."""
+    """Return why the run's step cannot be recorded, or ""."""
     if run.device.type != "cuda":
         return f"there is no CUDA graph on a {run.device.type.upper()}"
     if run.model.dense.carried is not None:
@@ -45,8 +44,8 @@ def obstacle(run: Learner) -> str:
 
 
 def hindrance(config: TrainConfig, world: int, moe: bool, *, taught: bool) -> str:
-    """Return what of a config is in the way of recording, on any device; "" if nothing is. `moe`: whether the model has
-    experts; `taught`: whether a teacher's loss is a part of a step's."""
+    """Return which key of a config prevents recording on any device, or "". `moe`: the model has experts; `taught`: the
+    loss includes a teacher."""
     model, backend = config.model, config.model.expert_backend
     reasons = {
         f"{world} ranks wait for each other in a step": world > 1,
@@ -60,8 +59,8 @@ def hindrance(config: TrainConfig, world: int, moe: bool, *, taught: bool) -> st
 
 
 class Recorded:
-    """Take a run's steps. If recording fails, because memory is short or something asks the device, they go on as they
-    are, unless model.graph insists."""
+    """Run a run's steps, recorded. If recording fails, for lack of memory or because something waits for the device,
+    steps run normally, unless model.graph is true."""
 
     def __init__(self, run: Learner, train_step: TrainStep) -> None:
         self.run, self.train_step, self.warm = run, train_step, WARM
@@ -85,7 +84,7 @@ class Recorded:
         return self.learned
 
     def record(self, batches: Sequence[Batch]) -> None:
-        """Record a step on memory of its own; nothing of it runs."""
+        """Record a step on its own memory, without running it."""
         run = self.run
         self.batches = [batch.to(run.device) for batch in batches]
         try:
@@ -96,8 +95,9 @@ class Recorded:
                     f"it keeps its memory to itself, and a step takes {taken / total:.0%} of the device's"
                 )
             try:
-                # other threads load data and write checkpoints; a recording that fails stays on the stream that it was
-                # made on (torch 2.13 too), and so would all later steps, so this one is entered once more around it
+                # other threads load data and write checkpoints; a failed recording leaves the thread on the stream that
+                # it was made on (torch 2.13 too), and so would all later steps, so this one is entered once more around
+                # it
                 home = torch.cuda.stream(torch.cuda.current_stream())
                 with home, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     self.learned = self.train_step(run, self.batches, None)
@@ -115,14 +115,13 @@ class Recorded:
             torch.cuda.empty_cache()
             why = str(error).split("\n")[0]
             warnings.warn(
-                f"the step is not recorded, and each goes on by its host, which takes longer: {why}", stacklevel=2
+                f"the step is not recorded, so the host launches each one, which takes longer: {why}", stacklevel=2
             )
 
 
 def release_generator(number: Tensor) -> None:
-    """Let torch's generator of random numbers draw again: a recording that fails leaves it waiting for the graph, and
-    one that ends as it should sets it free. `number`: any of the device; it does not change, since this recording is
-    never replayed, and there may be no new memory."""
+    """Release torch's random generator, which a failed recording leaves waiting for the graph: an empty recording frees
+    it. `number`: any tensor of the device; it stays unchanged, and no new memory is needed."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
         number.add_(0)

@@ -1,4 +1,4 @@
-"""Save a run: when a checkpoint is due, which settings it holds, and what ends a run that is not worth saving."""
+"""Decide when a checkpoint is due and which settings it stores, and end runs that are not worth saving."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from upcycle.io import disk
 
 
 def due(step: int, every: int, last: int) -> bool:
-    """Return whether a thing is due that is done every so many steps and after the last one; 0: only then."""
+    """Return whether something is due that happens every `every` steps and after the last one; 0: only then."""
     return step == last or (every > 0 and step % every == 0)
 
 
@@ -42,7 +42,7 @@ def checkpoints_of(run: Run) -> Checkpoints:
 
 
 def whole_of(run: Run) -> tuple[Decoder, Shards | None]:
-    """Return the whole model to export: the run's own on one process, else its names and the newest checkpoint."""
+    """Return the whole model to export: the model itself on one process, else its names and the newest checkpoint."""
     if run.mesh.world == 1:
         return run.model, None
     newest = found(run.folder / CHECKPOINTS)[0]
@@ -50,12 +50,12 @@ def whole_of(run: Run) -> tuple[Decoder, Shards | None]:
 
 
 def saves_left(run: Run, first: int) -> int:
-    """Return how many checkpoints are due at most after a step."""
+    """Return the largest number of checkpoints that are due after a step."""
     return -(-(run.whole.steps - first) // (run.whole.checkpoint.every or run.whole.steps)) + len(run.stages) - 1
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """Return what a checkpoint holds of the config, with the contents of a ready config in place of its name."""
+    """Return the settings that a checkpoint stores, with a ready config's contents instead of its name."""
     settings: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
     settings["model"]["upcycle"] = standalone.named(config.model)["upcycle"]
     del settings["stages"]  # see settings_at
@@ -63,14 +63,14 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
 
 
 def settings_at(config: TrainConfig, step: int) -> dict[str, Any]:
-    """Return what a checkpoint after a step holds: of a run in stages, the settings of the one that made the step, and
-    where that began. So other stages may be put in, left out or changed before they begin."""
+    """Return the settings that a checkpoint after a step stores: those of the step's stage and where it began, so that
+    later stages may be added, removed or changed."""
     stage = stage_of(stages_of(config), min(step, config.steps))
     return settings_of(stage.config) | ({"stages": f"{stage.name}, after step {stage.first}"} if stage.first else {})
 
 
 def describe(run: Run) -> None:
-    """Write the run's run.json and what it keeps of its model, on rank 0, once a resume is accepted."""
+    """Write run.json and the run's copy of its model's config, on rank 0, after a resume is accepted."""
     if run.leads:
         disk.make_folder(run.folder)
         if not (found(run.folder / CHECKPOINTS) and standalone.keeps(run.folder, run.config.model)):
@@ -80,15 +80,15 @@ def describe(run: Run) -> None:
 
 
 def worth_saving(run: Run) -> bool:
-    """Return whether a checkpoint is due. None is while steps are skipped in a row: they would push out older ones."""
+    """Return whether the state is worth a checkpoint: not while steps are skipped, which would push out older ones."""
     if not due(run.state.step, run.config.checkpoint.every, run.stage.last):
         return False
     return run.state.step == run.whole.steps or int(run.optimizer.in_a_row) < 2
 
 
 def check_alive(run: Run) -> None:
-    """End a run that has skipped optim.skips steps in a row: none of them learned, and none of the next will. Ask as
-    seldom as can be, because the host waits for the device to count."""
+    """End a run that has skipped optim.skips steps in a row, since it no longer learns. Call this rarely: the host
+    waits for the device."""
     limit, step = run.config.optim.skips, run.state.step
     if not limit or not due(step, limit, run.stage.last):
         return
@@ -98,15 +98,15 @@ def check_alive(run: Run) -> None:
         last = f"the last checkpoint from before them is {good}" if good else "there is no checkpoint from before them"
         raise ValueError(
             f"{longest} steps in a row were skipped by step {step}, because their loss or gradient was not finite or a "
-            f"spike; {last}; start it in a new folder or go on from there with a lower schedule.peak (it is "
+            f"spike; {last}; start in a new folder, or continue from there with a lower schedule.peak (it is "
             f"{run.config.schedule.peak:g}), or set optim.skips"
         )
 
 
 def check_arrived(run: Run) -> None:
-    """End a run whose dispatcher lost rows on any rank. A step that lost any was skipped, so no weight knows of it."""
-    if not capabilities(run.config.mesh.dispatcher).loses:  # ranks need not ask each other
+    """End a run whose dispatcher lost rows on any rank. Steps with lost rows were skipped, so weights are intact."""
+    if not capabilities(run.config.mesh.dispatcher).loses:  # it cannot lose rows
         return
     said = trouble(run.parts)
     if anywhere([bool(said)], run.control)[0]:
-        raise ValueError(said or "the dispatcher of another rank lost rows, and that rank says why; look at its output")
+        raise ValueError(said or "the dispatcher of another rank lost rows; look at that rank's output for the reason")

@@ -1,4 +1,4 @@
-"""Hold what a run has open, and take each step of the loop. All ranks call every method together."""
+"""Hold a run's open resources and implement each step of the loop. All ranks call every method together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from training.run.stop import Stop, Stopped, anywhere
 @contextmanager
 def opened(config: TrainConfig) -> Iterator[Session]:
     """Open a run's processes, their watch, its folder and its model; yield the session, and close what it opened."""
-    torch.manual_seed(config.seed)  # nothing draws from these two generators; if a module ever does, it is reproducible
+    torch.manual_seed(config.seed)  # no code uses these two generators; if a module ever does, it is reproducible
     random.seed(config.seed)
     patience = timedelta(minutes=config.patience)
     with (
@@ -54,11 +54,11 @@ def opened(config: TrainConfig) -> Iterator[Session]:
 
 
 class Session:
-    """A run that is open."""
+    """An open run."""
 
     loader: Loader
     metrics: Metrics
-    lr: float  # of the last step
+    lr: float  # learning rate of the last step
 
     def __init__(self, run: Run, watch: Watch, stack: ExitStack) -> None:
         self.run, self.watch, self.stack, self.reading = run, watch, stack, ExitStack()
@@ -73,7 +73,9 @@ class Session:
             stack.enter_context(memory_snapshot(run.folder / "memory.pickle"))
 
     def begin(self) -> None:
-        """Take up the newest checkpoint, or the weights of step 0; open the log; measure what it lacks of this step."""
+        """Load the newest checkpoint or the weights of step 0, open the log, and make measures that it lacks for this
+        step.
+        """
         run, config = self.run, self.config
         self.first = self.saved = self.checkpoints.load(self.state)
         if self.first < config.steps:
@@ -81,7 +83,7 @@ class Session:
         if not self.first:
             begin(run)
         self.exported = bool(config.export) and exported(Path(config.export))
-        check_export(config, self.first)  # once more: a damaged checkpoint may have been passed over
+        check_export(config, self.first)  # again: a damaged checkpoint may have been skipped
         if self.island is not None and self.first < config.steps:
             self.island.join()
         self.poll = partial(self.stop.poll, run.control)
@@ -105,18 +107,18 @@ class Session:
         self.measure(measures.missing(run, self.first, self.due_measures()) if self.first else self.measures)
 
     def announce(self) -> None:
-        """Tell the log of the stage that the run is in, and open its validation."""
+        """Log the current stage, and open its validation."""
         stages.announce(self.metrics, self.run.stage, self.run.stages, self.flops)
         self.measures = measures.validation_of(self.run, self.poll) | self.evaluation
 
     def stages_left(self) -> Iterator[Stage]:
-        """Yield the stages that are not over, as long as nothing stops the run."""
+        """Yield the remaining stages until something stops the run."""
         for stage in self.run.stages:
             if stage.last > self.first and not self.stopped:
                 yield stage
 
     def begin_stage(self, stage: Stage) -> None:
-        """Go over to a stage: its data, its rates, and what makes its steps."""
+        """Enter a stage: its data, its rates, and its step function."""
         run, config = self.run, stage.config
         self.reading.close()
         if stage is not run.stage:
@@ -128,7 +130,7 @@ class Session:
         self.loader = self.reading.enter_context(loader_of(run, self.samples))
 
     def goes_on(self) -> bool:
-        """Return whether the stage has a step left and nothing stops the run."""
+        """Return whether the stage has a step left and the run should not stop."""
         return self.state.step < self.run.stage.last and not self.stopped
 
     def next_batches(self) -> list[Batch]:
@@ -142,7 +144,7 @@ class Session:
         return [batch for batch, _ in found]
 
     def learn(self, batches: Sequence[Batch]) -> dict[str, Value]:
-        """Take a step, and return its figures, which are on the device."""
+        """Take a step and return its metrics, which are on the device."""
         run, done = self.run, self.state.step - self.run.stage.first
         self.lr = self.rate(done)
         if run.teacher is not None:
@@ -154,16 +156,16 @@ class Session:
         return dict(learned)
 
     def exchange(self) -> dict[str, Value]:
-        """Exchange with the other islands if that is due, and return its figures."""
+        """Exchange with the other islands if due, and return the metrics."""
         return {} if self.island is None else dict(self.island.after(self.state.step, self.lr))
 
     def count(self, figures: Mapping[str, Value]) -> None:
-        """Remember a step's figures for the log."""
+        """Store a step's metrics for the log."""
         tokens = self.run.config.batch * self.run.config.data.sequence
         self.metrics.step(self.state.step, tokens=tokens, lr=self.lr, **figures)
 
     def heed_signals(self) -> None:
-        """Learn whether any rank was asked to stop, or could not write the last checkpoint."""
+        """Check whether any rank was asked to stop or could not write the last checkpoint."""
         asked = [self.stop.signal is not None, self.checkpoints.failed]
         self.stopped, self.again = anywhere(asked, self.run.control)
 
@@ -180,12 +182,12 @@ class Session:
         saving.check_alive(self.run)
 
     def save_if_due(self) -> None:
-        """Save before what takes minutes: a run that is stopped in a validation has no time left to save."""
+        """Save if due, before long measures: a run that is stopped in a validation has no time left to save."""
         if saving.worth_saving(self.run) or self.stopped or self.again:
             self.save()
 
     def save(self) -> None:
-        """Save the run, after the log is on the disk."""
+        """Save the run after the log is on disk."""
         self.watch.enter("checkpoint")
         self.metrics.sync()
         self.checkpoints.save(self.state.step, self.state)
@@ -196,28 +198,28 @@ class Session:
         return measures.at(self.measures, self.state.step, self.run.stage.last)
 
     def validate_if_due(self) -> None:
-        """Validate and evaluate what is due, unless the run is to stop."""
+        """Validate and evaluate if due, unless the run should stop."""
         if not self.stopped:
             self.measure(self.due_measures())
 
     def measure(self, wanted: measures.Measures) -> None:
-        """Make and log measures; a signal in the midst of them stops the run."""
+        """Compute and log measures; a signal during them stops the run."""
         self.stopped = not measures.measured(self.metrics, self.state.step, wanted)
 
     def finish(self) -> None:
-        """Save what is not saved, close the log, and leave a picture and the exports of a run that is at its end."""
+        """Save, close the log, and at the run's end draw the picture and write the exports."""
         self.reading.close()
         if self.saved < self.state.step:
             self.save()
         self.checkpoints.settle(self.state)
         self.stack.close()
-        if self.run.leads and (self.state.step > self.first or not self.stopped):  # else it may have no loss yet
+        if self.run.leads and (self.state.step > self.first or not self.stopped):  # otherwise it may have no loss yet
             draw(self.folder)
         if not self.stopped:
             self.export()
 
     def export(self) -> None:
-        """Write the model and its adapters where the config wants them, if they are not there yet."""
+        """Write the model and its adapters to the config's folders, if they are missing."""
         run, config = self.run, self.config
         facts = facts_of(run.folder, run.state.step) if run.leads else {}
         if config.export and not self.exported:

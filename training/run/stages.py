@@ -1,4 +1,4 @@
-"""Go over to a stage of a run, and say what it reads and costs."""
+"""Enter a stage of a run, and log what it reads and costs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from training.run.build import Run
 from training.run.parts import taught_by, whole_on_meta
 from upcycle.arch.spec import DenseSpec, MoESpec
 
-OFTEN = 1.5  # readings of a text from which on an upcycled model fell behind the dense one (docs/science.md)
+OFTEN = 1.5  # readings of a text after which an upcycled model fell behind the dense one (docs/science.md)
 
 
 def enter(run: Run, stage: Stage, order: Callable[[DataConfig], DataConfig] = lambda data: data) -> Samples:
-    """Go over to a stage, where the last one ended or a checkpoint was made, and return its data, which goes on after
-    what is read. `order` gives an island an order of its own."""
+    """Enter a stage where the last one ended or a checkpoint was made, and return its data from the current position
+    on. `order` gives an island its own order."""
     if run.follow(stage):
         for part in run.parts:
             learns_anew(part)
@@ -35,7 +35,7 @@ def enter(run: Run, stage: Stage, order: Callable[[DataConfig], DataConfig] = la
 
 
 def announce(metrics: Metrics, stage: Stage, stages: Sequence[Stage], flops: Sequence[float]) -> None:
-    """Tell the log which stage begins, or goes on. `flops` are those of a token in each stage."""
+    """Log which stage begins or continues. `flops`: FLOPs per token in each stage."""
     work, alone = 0.0, len(stages) == 1
     for before, cost in zip(stages[: stage.number - 1], flops, strict=False):
         work += cost * before.config.steps * before.config.batch * before.config.data.sequence
@@ -45,8 +45,7 @@ def announce(metrics: Metrics, stage: Stage, stages: Sequence[Stage], flops: Seq
 
 
 def flops_a_token(config: TrainConfig, spec: DenseSpec | MoESpec) -> float:
-    """Return the FLOPs of training on a token: the model's, without gradients that nothing learns from, and the forward
-    of its teacher."""
+    """Return the training FLOPs per token: the model's without unused gradients, plus the teacher's forward."""
     whole = whole_on_meta(spec, config)
     freeze(whole, config.optim)
     flops = model_flops(spec, config.data.sequence) - spared_flops(whole, spec, config.data.sequence)
@@ -57,13 +56,13 @@ def flops_a_token(config: TrainConfig, spec: DenseSpec | MoESpec) -> float:
 
 
 def epochs(run: Run) -> dict[str, float]:
-    """Return how often each source of this stage is read so far, since the run began."""
+    """Return how often each source of this stage has been read since the run began."""
     assert run.place.samples is not None
     return {f"epochs/{name}": number for name, number in run.place.samples.epochs(run.place.cursor).items()}
 
 
 def warn_of_readings(run: Run) -> None:
-    """Warn of what an upcycled model will read too often in this stage."""
+    """Warn about texts that an upcycled model will read too often in this stage."""
     if not run.config.model.upcycle or not run.leads:
         return
     assert run.place.samples is not None

@@ -1,4 +1,4 @@
-"""Take one training step or one validation: what the loop repeats, and what bench times."""
+"""Run one training step or one validation; the loop repeats them and bench times them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BY_LAYER = ("max_over_mean", "entropy", "whole", "missing", "doubled")  # in the
 
 
 def train_step(run: Learner, batches: Sequence[Batch], lr: float | None) -> dict[str, Tensor]:
-    """Run forward and backward over the micro-batches, and update once, at the rate that is set if none is given.
+    """Run forward and backward over the micro-batches and update once, at rate `lr` or the rate that was set.
     Everything stays on the device."""
     assert run.optimizer is not None, "nothing to learn with"
     loss = run.agree(gradients(run, batches))
@@ -40,8 +40,8 @@ def train_step(run: Learner, batches: Sequence[Batch], lr: float | None) -> dict
 
 
 def gradients(run: Learner, batches: Sequence[Batch]) -> Tensor:
-    """Make the gradients of the step's loss a token and return that loss: all ranks' nats divided by the number of
-    labels that they score. A teacher adds its divergence to what the gradients are of, and not to what is returned."""
+    """Compute the gradients of the step's loss per token and return that loss: all ranks' nats divided by the labels
+    that they score. A teacher's divergence enters the gradients but not the returned loss."""
     parts = [own_part(batch.to(run.device), run.mesh) for batch in batches]
     scored = run.reduce(torch.stack([part.scored.sum() for part in parts]).sum())
     if run.pipeline is not None:
@@ -65,7 +65,7 @@ def gradients(run: Learner, batches: Sequence[Batch]) -> Tensor:
 
 
 def seen(run: Learner, part: Batch) -> Batch:
-    """Return what the model is given: without mask_documents no documents, so that attention needs no mask."""
+    """Return the model's input: without mask_documents it has no documents, so that attention needs no mask."""
     return part if run.config.data.mask_documents else replace(part, documents=None)  # type: ignore[arg-type]
 
 
@@ -75,7 +75,7 @@ def nll(run: Learner, part: Batch) -> Tensor:
 
 
 def taught(run: Learner, part: Batch) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Return what is learned, its nats and its divergence from the teacher."""
+    """Return the loss to learn, its nats, and its divergence from the teacher."""
     if run.teacher is None:
         loss = nll(run, part)
         return loss, loss, 0.0
@@ -89,20 +89,22 @@ def taught(run: Learner, part: Batch) -> tuple[Tensor, Tensor, Tensor | float]:
 
 
 def elsewhere(run: Learner) -> tuple[str, ...]:
-    """Return the parameters that another stage counts: tied embeddings are on the first and the last stage."""
+    """Return the parameters that another stage counts: tied embeddings are on two stages."""
     return ("embed.weight",) if run.model.dense.tied and run.mesh.index("pp") > 0 else ()
 
 
 @torch.no_grad()
 def validate(run: Learner, valid: Sequence[Validation], poll: Callable[[], object]) -> dict[str, float]:
-    """Return loss a token and bits per byte of every named set. `poll` is called before each batch, on all ranks."""
+    """Return loss per token and bits per byte of every validation set. `poll` is called before each batch, on all
+    ranks.
+    """
     found: dict[str, float] = {}
     run.phases.tell("validation")
     size, ranks = run.config.micro_batch, run.mesh.dp
     for part in valid:
         nats, tokens = torch.zeros(2, dtype=torch.float64, device=run.device)
         batches = part.batches(size, data_rank(run.mesh), ranks)
-        # a validation comes again and again: its bar goes, and is not drawn ten times a second into a log file
+        # validations repeat, so the bar disappears, and a log file does not get ten lines a second
         for batch in tqdm(
             batches, f"validation {part.name}", part.rounds(size, ranks), leave=False, unit="batch", delay=2,
             mininterval=0.1 if sys.stderr.isatty() else 10.0, disable=run.mesh.rank > 0,
@@ -126,8 +128,7 @@ def validate(run: Learner, valid: Sequence[Validation], poll: Callable[[], objec
 
 
 def balance_numbers(run: Learner) -> dict[str, float]:
-    """Return the routers' figures since the last call: worst and mean over layers, and each layer's; without those
-    that were not measured."""
+    """Return the routers' measured statistics since the last call: worst and mean over layers, and each layer's."""
     moe = [int(number) for number, layer in run.model.layers.items() if isinstance(layer.ffn, MoE)]
     loads = zip(moe, run.balance.load.fetch(run.reduce), strict=True)
     layers = [(number, {name: getattr(load, name) for name in (*BY_LAYER, *FIGURES)}) for number, load in loads]

@@ -1,4 +1,4 @@
-"""A run is asked to stop: by a signal, on any rank."""
+"""Stop a run after a signal on any rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class Stopped(BaseException):
-    """The run was asked to stop, and saved `step`. No Exception: nothing that a suite calls may handle it."""
+    """The run was asked to stop and saved `step`. Not an Exception, so that nothing in a suite can catch it."""
 
     def __init__(self, step: int = 0) -> None:
         super().__init__(f"stopped after step {step}")
@@ -20,8 +20,8 @@ class Stopped(BaseException):
 
 
 class Stop:
-    """SIGTERM or SIGINT asks the loop to save and end, after this step or this batch of a validation; a second one ends
-    the process at once."""
+    """Handle SIGTERM and SIGINT: the first asks the loop to save and end after this step or validation batch, the
+    second ends the process at once."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -40,15 +40,15 @@ class Stop:
         if self.signal is not None:
             os._exit(128 + number)
         self.signal = signal.Signals(number)
-        # os.write: print may be what was interrupted
+        # os.write, because print may have been interrupted
         os.write(2, f"\n{self.signal.name}: saving, then leaving; once more to stop at once\n".encode())
 
     def requested(self, group: dist.ProcessGroup | None = None) -> bool:
-        """Return whether to end; with a gloo group, whether any of its ranks was asked to, so that all agree."""
+        """Return whether to end; with a gloo group, whether any of its ranks was asked to."""
         return anywhere([self.signal is not None], group)[0]
 
     def poll(self, group: dist.ProcessGroup | None = None) -> None:
-        """Raise Stopped where `requested` is true; for work that is longer than a step."""
+        """Raise Stopped if `requested` is true; for work that is longer than a step."""
         if self.requested(group):
             raise Stopped
 

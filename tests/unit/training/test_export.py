@@ -62,7 +62,7 @@ def test_any_checkpoint_is_exported_and_so_is_a_finished_run(
         ([str(run), str(tmp_path / "last")], "exists already; remove it"),
         ([str(run), str(run)], "is the same as"),
         ([str(run), str(run / "checkpoints")], "lies in"),
-        ([str(place / "dense"), str(tmp_path / "new")], "is no training run or checkpoint"),
+        ([str(place / "dense"), str(tmp_path / "new")], "is not a training run or a checkpoint"),
         ([str(run)], "write RUN OUTPUT [key=value ...]; got"),
         ([str(run), "outptu=ex1"], "unknown key 'outptu'; did you mean 'output'?"),
     ):

@@ -71,7 +71,7 @@ WRONG = {
     "matrices on ranks": (["mesh.tp=2"], "which does not divide the 1 ranks; try mesh.tp=1"),
     "context": (
         ["data.sequence=256"],
-        "data.sequence=256 is longer than the 128 tokens that the model's positions are",
+        "data.sequence=256 is longer than the model's context of 128 tokens",
     ),
     "context of a stage": (
         ["stages=[{{steps: 4}},{{steps: 4, data: {{sequence: 129}}}}]"],

@@ -92,7 +92,7 @@ def test_what_cannot_be_recorded(place: Path, tmp_path: Path) -> None:
 def test_a_recording_that_fails_is_done_without(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "obstacle", lambda run: "")  # there is no CUDA here, so the recording fails
     plain = train(config(place, tmp_path / "plain", "model.graph=false"))
-    with pytest.warns(UserWarning, match="the step is not recorded, and each goes on by its host"):
+    with pytest.warns(UserWarning, match="the step is not recorded, so the host launches each one"):
         run = train(config(place, tmp_path / "run"))
     assert losses(run) == losses(plain)
     with pytest.raises(RuntimeError):

@@ -71,7 +71,7 @@ def test_a_source_of_data_more_is_another_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "says"), [("optim.nam", "did you mean 'optim.name'"), ("schedule", "no resume refuses")]
+    ("key", "says"), [("optim.nam", "did you mean 'optim.name'"), ("schedule", "is never refused")]
 )
 def test_what_may_be_allowed_is_known(key: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):

@@ -173,13 +173,13 @@ def test_a_finished_run_may_be_given_another_stage(two: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("stages", "says"),
     [
-        ("[{steps: 3, mesh: {ep: 2}}]", r"stages\.0\.mesh cannot differ between the stages of a run"),
+        ("[{steps: 3, mesh: {ep: 2}}]", r"stages\.0\.mesh cannot differ between stages"),
         ("[{steps: 8, schedule: {peek: 2}}]", r"stages\.0: unknown key 'schedule\.peek'; did you mean 'peak'"),
         ("[{steps: 3}, {steps: 5, schedule: {peak: -2}}]", r"stages\.1: schedule\.peak is -2"),
         ("[{}]", r"stages\.0: steps is 0 and tokens is 0; one of them says"),
         ("[{steps: 3, tokens: 4}]", r"one of them says"),
         ("[{steps: 8, optim: {name: muon}}]", r"stages\.0: optim\.name is 'muon' and the run's is 'adamw'"),
-        ("[{steps: 3}]", r"steps is 8, and the stages have 3; leave steps out"),
+        ("[{steps: 3}]", r"steps is 8, but the stages have 3; leave steps out"),
         ("[{steps: 4, optim: {average: 0.2}}, {steps: 4}]", r"stages\.0 has optim\.average, which is of a run's end"),
         ("[{steps: 4}, {steps: 4, data: {train: [q/data]}}]", r"stages\.1\.data\.train has data in q/data, which in an"),
         ("[{steps: 6}, {steps: 2}]", r"stages\.1: schedule\.warmup=2 is not below steps=2"),

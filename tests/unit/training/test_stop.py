@@ -60,7 +60,7 @@ def test_a_validation_is_left_at_the_next_batch(
     capsys.readouterr()
     assert main(words(place, tmp_path / "parts")) == 75
     assert calls[0] == batches + 2, "it went on validating"
-    assert "stopped after step 2 of 4; the same command goes on" in capsys.readouterr().out
+    assert "stopped after step 2 of 4; the same command continues" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-00000002"]
     assert losses(tmp_path / "parts")[-1][3] is None
     assert main(words(place, tmp_path / "parts")) == 0

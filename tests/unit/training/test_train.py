@@ -303,7 +303,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(place: Path, tmp_path: Path) -> 
     steps = [int(path.name.removeprefix("step-")) for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert len(steps) == 1
     assert 1 <= steps[0] < 400
-    assert f"stopped after step {steps[0]} of 400; the same command goes on" in said
+    assert f"stopped after step {steps[0]} of 400; the same command continues" in said
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [*range(50, steps[0], 50), steps[0]]
 
 
