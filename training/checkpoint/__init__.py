@@ -1,1 +1,1 @@
-"""What a resume needs, on disk and on any mapping; models in and out in Hugging Face layout."""
+"""Save and load runs on any mapping; import and export models in Hugging Face layout."""

@@ -1,8 +1,8 @@
-"""A model leaves as a Hugging Face folder, or its adapters as peft has them (peft.py).
+"""Export a model as a Hugging Face folder; peft.py exports adapters.
 
-No rank ever holds the whole model: a live model is on one process, and a divided one is read back from its newest
-checkpoint, a tensor at a time, where each rank writes some of the files. torch.distributed.checkpoint's consolidation
-of safetensors would lose the names and stacking of each architecture, merged adapters, and sums of the files.
+No rank holds the whole model: a divided model is read back from its newest checkpoint, one tensor at a time, and each
+rank writes some of the files. torch.distributed.checkpoint's consolidation of safetensors would lose each
+architecture's names and stacking, merged adapters, and file sums.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from upcycle.io.checkpoint import INDEX
 from upcycle.io.job import JOB, Worker, check_first, explained, job, read_json
 from upcycle.verifying.inspect import read_manifest
 
-CARD = "README.md"  # in no manifest: its owner may edit it
+CARD = "README.md"  # not in the manifest, because its owner may edit it
 
 
 class Weights:
-    """A model's whole tensors, in host memory: of the model itself, which is not divided, or of its checkpoint `saved`,
-    for which the model may be on the meta device."""
+    """Read a model's whole tensors into host memory, from the undivided model or from its checkpoint `saved`; then the
+    model may be on the meta device."""
 
     def __init__(self, model: Decoder, saved: Shards | None = None) -> None:
         self.model, self.saved, self.roles = model, saved, roles(model)
@@ -60,7 +60,7 @@ class Weights:
         return part[tuple(0 if isinstance(at, int) else slice(None) for at in index)]
 
     def role(self, role: str) -> Tensor:
-        """Return a role's tensor, with its adapters in it."""
+        """Return a role's tensor with its adapters merged."""
         tensor, index = self.roles[role]
         if id(tensor) not in self.adapters:
             return self.whole(tensor, index)
@@ -68,7 +68,7 @@ class Weights:
             a, b, scale = self.adapters[id(tensor)]
             whole = [(0, size) for size in tensor.shape]
             added = delta(self.whole(a), self.whole(b), scale, tensor.shape, whole)
-            while len(self.merged) > 1:  # stacked experts' up and down are asked for in turn
+            while len(self.merged) > 1:  # stacked experts' up and down are read in turn
                 self.merged.pop(next(iter(self.merged)))
             self.merged[id(tensor)] = self.whole(tensor) + added
         return self.merged[id(tensor)][index]
@@ -85,10 +85,10 @@ def export(
     dtype: str = "",
     max_shard: str = "5GB",
 ) -> Path:
-    """Write the model as a folder in its origin's layout; it appears under its name when it is complete.
+    """Write the model as a folder in its origin's layout; the folder gets its name when it is complete.
 
-    saved: the checkpoint to take the weights from, by all processes together; without it the model is on one process.
-    facts: what is known of the training."""
+    saved: the checkpoint that all processes read weights from; without it the model is on one process. facts: what is
+    known about the training."""
     folder = Path(folder)
     partial, rank, world = folder.with_name(folder.name + ".partial"), 0, 1
     if dist.is_initialized():
@@ -116,7 +116,7 @@ def export(
 
 
 def texts_of(origin: Origin, dtype: str, shards: Sequence[tuple[str, list[Stored]]]) -> dict[str, str]:
-    """Return config.json and, of several shards, the index."""
+    """Return config.json and, for several shards, the index."""
     config = {k: v for k, v in origin.config.items() if k != "torch_dtype"} | {"dtype": dtype}
     texts = {"config.json": json.dumps(config, indent=2) + "\n"}
     if len(shards) > 1:
@@ -127,7 +127,7 @@ def texts_of(origin: Origin, dtype: str, shards: Sequence[tuple[str, list[Stored
 
 
 def write_shard(path: Path, group: Sequence[Stored], weights: Weights) -> dict[str, Any]:
-    """Write some tensors as a safetensors file, and return its size and sha256."""
+    """Write tensors as a safetensors file and return its size and sha256."""
     total = sum(stored.bytes for stored in group)
     with disk.Stream(path) as stream, tqdm(total=total, desc=path.name, unit="B", unit_scale=True, delay=2) as bar:
         stream.write(disk.header(group))
@@ -139,7 +139,7 @@ def write_shard(path: Path, group: Sequence[Stored], weights: Weights) -> dict[s
 
 
 def provenance(origin: Origin, facts: card.Training) -> dict[str, Any]:
-    """Return what a manifest says of where a trained model comes from."""
+    """Return the manifest's part on where a trained model comes from."""
     past, facts = origin.past, {**facts}
     if past.start and past.start not in past.base:
         facts |= {"start": past.start, "start_sum": past.start_sum}
@@ -163,10 +163,10 @@ def finish(
     files: Mapping[str, Mapping[str, Any]],
     made: Mapping[str, Any],
 ) -> None:
-    """Write all files but the shards `files`, and give the folder its name. `made`: the rest of the manifest."""
+    """Write all files except the shards `files`, and give the folder its name. `made`: the rest of the manifest."""
     for name, text in texts.items():
         disk.write_atomic(partial / name, text.encode())
-    for path in origin.files:  # the modelling file as we ship it today, not as it was when the run began
+    for path in origin.files:  # today's modelling file, not the one from when the run began
         disk.copy(MODELING if path.name == MODELING.name else path, partial / path.name)
     beside = [partial / name for name in (*texts, *(path.name for path in origin.files)) if name != CARD]
     manifest = {**made, "files": {**files, **publish.listed(beside)}}
@@ -177,8 +177,7 @@ def finish(
 
 @contextmanager
 def unfinished(partial: Path, folder: Path, names: list[str]) -> Iterator[None]:
-    """Context in which this process alone makes `partial`, of files of these names; those of an export that was killed
-    go."""
+    """Let only this process write `partial`, with files of these names; remove those of a killed export."""
     if folder.exists():
         raise ValueError(f"{folder} exists already; remove it or choose another folder to export to")
     before = read_json(partial / JOB / "job.json")
@@ -192,24 +191,23 @@ def unfinished(partial: Path, folder: Path, names: list[str]) -> Iterator[None]:
 
 
 def exported(folder: Path) -> bool:
-    """Return whether there is a folder to which a run was exported; raise a ValueError if it is not as it was
-    written."""
+    """Return whether a run was exported to this folder; raise a ValueError if it has changed since."""
     manifest = read_manifest(folder)
     if manifest:
         shutil.rmtree(folder / JOB, ignore_errors=True)  # left if a kill came right after the rename
     if manifest and (said := next(publish.damages(folder / publish.MANIFEST, manifest["files"]), "")):
-        raise ValueError(f"{said}, so {folder} is not what was exported; remove it, or choose another folder")
+        raise ValueError(f"{said}, so {folder} has changed since the export; remove it, or choose another folder")
     if manifest is None and folder.exists():
         said = f"{folder} was there and has no {publish.MANIFEST}, so nobody knows whether it is this run's model"
         warnings.warn(f"{said}; to export again, remove it or choose another folder", stacklevel=2)
     return folder.exists()
 
 
-# ---- what is known of the training
+# ---- facts about the training
 
 
 def facts_of(run: Path, step: int) -> card.Training:
-    """Return what is known of a run's training by a step: tokens, data, losses, scores."""
+    """Return facts about a run's training up to a step: tokens, data, losses, scores."""
     rows = [row for row in metrics.read(run) if row["step"] <= step]
     losses: dict[str, tuple[float, float]] = {}
     scores: dict[str, float] = {}
@@ -228,7 +226,7 @@ def facts_of(run: Path, step: int) -> card.Training:
 
 
 def data_of(run: Path) -> list[str]:
-    """Return the names of what the run's config trains on, of its stages too."""
+    """Return the names of the run's training data, with those of its stages."""
     settings = strict.read_object(settings_file(run))
     parts = [part for part in (settings, *settings.get("stages", ())) if isinstance(part, dict)]
     data = [part["data"] for part in parts if isinstance(part.get("data"), dict)]

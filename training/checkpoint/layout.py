@@ -1,8 +1,8 @@
-"""Hugging Face folders in, Hugging Face folders out: which part of which parameter lies in which tensor on disk.
+"""Map parameters to tensors of Hugging Face folders, for loading and exporting.
 
-A model starts from a checkpoint folder, dense or MoE, or *online* from a dense checkpoint and an upcycle config: then
-every tensor is made by the converter's own Maker, so the weights are those that `upcycle convert` would have written,
-bit for bit, and no MoE copy is on disk. export.py writes the layout of the same architecture again, at any time.
+A model starts from a checkpoint folder, dense or MoE, or *online* from a dense checkpoint and an upcycle config.
+Online, the converter's Maker makes every tensor, so the weights equal those of `upcycle convert` bit for bit, without
+an MoE on disk. export.py writes the same layout again at any time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from upcycle.verifying.inspect import in_slices, read_manifest, source_names
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor on disk: the roles it holds, each with the rows they take in it (none: they are stacked in order)."""
+    """A tensor on disk: its roles, each with its rows in the tensor (none: the roles are stacked in order)."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,33 +57,33 @@ class Stored:
         return prod(self.shape) * BYTES[self.dtype]
 
 
-Read = Callable[..., Tensor]  # of a tensor's name, and perhaps `rows`: [first, last) of its dimension 0
+Read = Callable[..., Tensor]  # takes a tensor's name and optionally `rows`: [first, last) of dimension 0
 
 
 @dataclass(frozen=True)
 class Past:
-    """What a model was made of, and how it was trained before."""
+    """The base models of a model, and its earlier training."""
 
-    base: Mapping[str, str] = field(default_factory=dict)  # folder or hub id of each model -> its fingerprint
+    base: Mapping[str, str] = field(default_factory=dict)  # folder or Hub id of each model -> its fingerprint
     trained: tuple[card.Training, ...] = ()
-    start: str = ""  # the folder or hub id of the model itself, if it was read whole
+    start: str = ""  # the folder or Hub id of the model itself, if it was loaded whole
     start_sum: str = ""  # of the manifest in that folder
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model comes from: its numbers, its tensors, and what its folder holds besides them."""
+    """Where a model comes from: its spec, its tensors, and the other files of its folder."""
 
     spec: DenseSpec | MoESpec
     tensors: tuple[Stored, ...]
     read: Read
     config: Mapping[str, Any]  # config.json
     files: tuple[Path, ...]  # tokenizer and the like
-    plan: UpcyclePlan | None = None  # if it is made as it is read
-    settings: Mapping[str, Any] | None = None  # of the plan that made it, if one is known
+    plan: UpcyclePlan | None = None  # if it is upcycled while it loads
+    settings: Mapping[str, Any] | None = None  # settings of the plan that made it, if known
     past: Past = field(default_factory=Past)
-    terms: Mapping[str, str] = field(default_factory=dict)  # license and the like, of the first of past.base
-    # of a tensor's name: the same for tensors that hold the same numbers, None where that is not known
+    terms: Mapping[str, str] = field(default_factory=dict)  # licence and similar, of the first of past.base
+    # tensor name -> key that is equal for tensors with equal numbers, or None if unknown
     alike: Callable[[str], Hashable | None] = lambda _: None
 
     @property
@@ -91,12 +91,12 @@ class Origin:
         return self.spec.dense if isinstance(self.spec, MoESpec) else self.spec
 
 
-# ---- where it comes from
+# ---- origins
 
 
 @contextmanager
 def opened(source: str | Path) -> Iterator[Origin]:
-    """Context that yields the Origin of a checkpoint folder or hub id, dense or MoE."""
+    """Open the Origin of a checkpoint folder or Hub id, dense or MoE."""
     with Checkpoint.open(source) as checkpoint:
         entries = {name: (entry.shape, entry.dtype) for name, entry in checkpoint.entries.items()}
         manifest, files = read_manifest(checkpoint.folder) or {}, checkpoint.copied_files()
@@ -113,7 +113,7 @@ def opened(source: str | Path) -> Iterator[Origin]:
 
 
 def past_of(source: str | Path, checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Past:
-    """Return what a folder's manifest says of where its model comes from; without one it is a base itself."""
+    """Return where a folder's model comes from, by its manifest; without one the model is a base itself."""
     start = pinned(source, checkpoint.folder)
     if not manifest:
         return Past({start: checkpoint.fingerprint()}, start=start)
@@ -126,9 +126,9 @@ Observe = Callable[[UpcyclePlan, Sequence[Checkpoint]], Mapping[str, Tensor]]
 
 @contextmanager
 def online(config: UpcycleConfig, observe: Observe = measure.measure, *, text: bool = False) -> Iterator[Origin]:
-    """Context that yields the Origin of what `upcycle convert` would write, made as it is read. `observe`: returns what
-    is measured on text, if the plan needs any. `text`: whether `observe` can return that though the config
-    names no text. Without it such a plan is refused; with it router.init.name=auto may be clusters."""
+    """Open the Origin of what `upcycle convert` would write, made while it is read. `observe`: returns measurements on
+    text, if the plan needs them. `text`: whether `observe` works although the config names no text; then
+    router.init.name=auto may be clusters, else such a plan is an error."""
     if not (config.source or config.donors):
         raise ValueError("model.upcycle names no dense model; write model.upcycle.source=FOLDER, or a hub id")
     with ExitStack() as stack:
@@ -158,9 +158,9 @@ def described(
     settings: Mapping[str, Any] | None = None,
     entries: stock.Entries | None = None,
 ) -> Origin:
-    """The Origin that a config.json describes. `read` returns its tensors, `files` lie beside it. `settings`: of the
-    plan that made the model, as upcycle.json holds them. `entries`: its tensors, of which the names count where
-    transformers computes the model."""
+    """Return the Origin that a config.json describes. `read` returns its tensors, and `files` are next to it.
+    `settings`: of the plan that made the model, from upcycle.json. `entries`: its tensors, whose names matter for
+    models that transformers computes."""
     model_type, files = str(config.get("model_type")), tuple(files)
     families, targets, natives = map(plugin.names, (registry.FAMILIES, registry.TARGETS, registry.NATIVES))
     if model_type in families:
@@ -170,14 +170,14 @@ def described(
     if model_type in targets:
         target = registry.readable(model_type)
         moe = target.read(config)
-        # without a word of how they were made, only a router that chooses in each slice says that experts are copies
+        # without a record, only a router that chooses in each slice shows that experts are copies
         moe = replace(moe, disjoint=moe.slices == 1) if settings is None else in_slices(moe, settings)
         code = target.modeling
         files += (code,) if code is not None and code.name not in {file.name for file in files} else ()
         return Origin(moe, stored_slots(moe, target.slots(moe)), read, config, files, settings=settings)
     if model_type in natives:
         native = registry.native(model_type)
-        moe = replace(native.read(config), disjoint=True)  # what no dense model becomes
+        moe = replace(native.read(config), disjoint=True)  # an MoE that no dense model becomes
         return Origin(moe, stored_slots(moe, native.slots(moe)), read, config, files)
     if entries is not None and known(model_type):
         spec, found = stock.read(config, entries)
@@ -185,7 +185,7 @@ def described(
         return Origin(spec, tensors, read, config, files, settings=settings)
     raise ValueError(
         f"{source} has model_type {short(model_type)}; training knows the dense families {', '.join(families)} "
-        f"and the MoE architectures {', '.join([*targets, *natives])}, and of others what transformers has"
+        f"and the MoE architectures {', '.join([*targets, *natives])}, and architectures that transformers has"
     )
 
 
@@ -197,7 +197,7 @@ def stored_slots(moe: MoESpec, slots: Iterable[Slot]) -> tuple[Stored, ...]:
 
 
 def dense_tensors(dense: DenseSpec, sources: Mapping[str, Source]) -> tuple[Stored, ...]:
-    """A dense model's tensors on disk, where several roles may lie in one (phi3's gate_up, gpt_neox's
+    """Return a dense model's tensors on disk; one tensor may hold several roles (phi3's gate_up, gpt_neox's
     query_key_value)."""
     held: dict[str, list[tuple[str, tuple[tuple[int, int], ...]]]] = {}
     shapes = dict(dense.roles())
@@ -218,15 +218,15 @@ Box = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Piece:
-    """What this rank holds of a role's tensor."""
+    """This rank's part of a role's tensor."""
 
-    shape: tuple[int, ...]  # of the whole
-    slices: tuple[slice, ...]  # which part of it
+    shape: tuple[int, ...]  # shape of the whole
+    slices: tuple[slice, ...]  # this rank's part
     part: Tensor  # a view of the model: writing to it writes to the model
 
 
 def roles(model: Decoder) -> dict[str, tuple[Tensor, Index]]:
-    """Return of each role the parameter (or buffer) that it lies in, and where in it."""
+    """Return for each role its parameter or buffer, and its place there."""
     out: dict[str, tuple[Tensor, Index]] = {}
     if isinstance(model, Stock):
         out |= {role: (tensor, ()) for role, tensor in model.tensors().items() if ".experts." not in role}
@@ -259,7 +259,7 @@ def expert_roles(block: MoE, prefix: str) -> dict[str, tuple[Tensor, Index]]:
 
 
 def views(model: Decoder) -> dict[str, Tensor]:
-    """Return what this rank holds of each role, as a view of the model; of a model that is not divided, all."""
+    """Return this rank's part of each role as a view of the model; an undivided model has all."""
     return {role: piece.part for role, piece in pieces(model).items()}
 
 
@@ -268,7 +268,7 @@ def pieces(model: Decoder) -> dict[str, Piece]:
 
 
 def piece(tensor: Tensor, index: Index) -> Piece:
-    """Return what this rank holds of tensor[index]."""
+    """Return this rank's part of tensor[index]."""
     tensor, held, role = tensor.detach(), box(tensor), bounds(tensor.shape, index)
     both = [(max(a, low), min(b, high)) for (a, b), (low, high) in zip(role, held, strict=True)]
     kept = [dim >= len(index) or not isinstance(index[dim], int) for dim in range(tensor.ndim)]
@@ -291,11 +291,11 @@ def bounds(size: Sequence[int], index: Index) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def load(model: Decoder, origin: Origin, *, exact: bool = False) -> Decoder:
-    """Fill every parameter from the origin; nothing may be missing. If the model is divided over ranks (or is a stage
-    of a pipeline), each rank reads, or makes, only the rows that it holds something of. `exact`: refuses to round.
+    """Fill every parameter from the origin; none may be missing. If the model is divided, each rank reads or makes only
+    the rows that it needs. `exact`: raise instead of rounding.
 
-    What copies of a slice hold is made once, and copied within the model: each way to a GPU that others compute on
-    waits for its turn."""
+    The weights of a slice are made once and copied to its other copies within the model, because transfers to a busy
+    GPU wait."""
     target = pieces(model)
     first: dict[Hashable, Tensor] = {}
     left = set(target)
@@ -320,7 +320,7 @@ def load(model: Decoder, origin: Origin, *, exact: bool = False) -> Decoder:
 
 
 def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece], exact: bool = False) -> None:
-    """Copy a tensor on disk to this rank's pieces of the roles in it; only the rows that they need are read."""
+    """Copy a tensor on disk to this rank's pieces of its roles, reading only the needed rows."""
     if stored.order:
         copy_experts(origin, stored, target)
         return
@@ -329,7 +329,7 @@ def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece], exact: boo
         piece, size = target[role], prod(target[role].shape)
         if piece.part.numel():
             rows = piece.slices[0]
-            if ranges:  # more than one of interleaved heads of q, k and v
+            if ranges:  # several ranges for interleaved heads of q, k and v
                 part = torch.cat([origin.read(stored.name, each) for each in within(ranges, rows)])
             else:  # stacked one after the other, whatever the shape on disk
                 first, last = (flat + end * (size // piece.shape[0]) for end in (rows.start, rows.stop))
@@ -340,13 +340,13 @@ def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece], exact: boo
             if exact and piece.part.dtype.itemsize < part.dtype.itemsize:
                 raise ValueError(
                     f"{stored.name} is {str(part.dtype).removeprefix('torch.')} and config.json says {stored.dtype}, "
-                    "to which it would be rounded, because it is frozen; write model.frozen=float32, or bfloat16"
+                    "so the frozen weight would be rounded; write model.frozen=float32, or bfloat16"
                 )
         flat += size
 
 
 def within(ranges: Iterable[tuple[int, int]], rows: slice) -> Iterator[tuple[int, int]]:
-    """Yield where some rows of a role lie on disk, of a role that has these ranges there."""
+    """Yield where some rows of a role lie on disk, given the role's ranges there."""
     first, last = rows.start, rows.stop
     for a, b in ranges:
         if first < b - a and last > 0:
@@ -355,7 +355,7 @@ def within(ranges: Iterable[tuple[int, int]], rows: slice) -> Iterator[tuple[int
 
 
 def copy_experts(origin: Origin, stored: Stored, target: Mapping[str, Piece]) -> None:
-    """Copy a tensor whose dimensions are in another order, an expert at a time."""
+    """Copy a tensor whose dimensions have another order, one expert at a time."""
     each = len(stored.roles) // stored.shape[0]
     for expert in range(stored.shape[0]):
         roles = [role for role, _ in stored.roles[expert * each : (expert + 1) * each]]
@@ -369,7 +369,7 @@ def copy_experts(origin: Origin, stored: Stored, target: Mapping[str, Piece]) ->
 
 
 def stacked(part: Tensor, stored: Stored) -> Tensor:
-    """A tensor on disk, or some of its rows, as the stack of its roles."""
+    """Return a tensor on disk, or some of its rows, as the stack of its roles."""
     if not stored.order:
         return part
     sizes = [stored.view[dim] for dim in stored.order]
@@ -378,7 +378,7 @@ def stacked(part: Tensor, stored: Stored) -> Tensor:
 
 
 def cut(whole: Tensor, stored: Stored, target: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """The roles' parts of a whole tensor on disk, flat."""
+    """Yield the roles' parts of a whole tensor on disk, flat."""
     start, flat = 0, stacked(whole, stored).flatten()
     for role, rows in stored.roles:
         if rows:
@@ -391,7 +391,7 @@ def cut(whole: Tensor, stored: Stored, target: Mapping[str, Tensor]) -> Iterator
 
 @torch.no_grad()
 def initialise(model: Decoder, seed: int = 0) -> Decoder:
-    """Random weights, for benchmarks and training from scratch; the same ones however the model is divided."""
+    """Fill in random weights, for benchmarks and training from scratch; they do not depend on the mesh."""
     from upcycle.planning import rng
 
     for tensor in model.parameters():
@@ -410,7 +410,7 @@ def initialise(model: Decoder, seed: int = 0) -> Decoder:
 
 @torch.no_grad()
 def begin_adapters(model: Decoder, seed: int) -> None:
-    """Fills the A of adapters, as large as peft's; B is zero, as all that `load` and `initialise` do not know."""
+    """Fill the A of adapters with random values of peft's size; B is zero."""
     from upcycle.planning import rng
 
     for name, tensor in model.named_parameters():
@@ -420,7 +420,7 @@ def begin_adapters(model: Decoder, seed: int) -> None:
             found.part.copy_(deviation * rng.normal(found.shape, seed, plain_name(name))[found.slices])
     for layer in model.layers.values():
         if isinstance(layer.ffn, MoE) and layer.ffn.experts.low:
-            for i, width in enumerate(layer.ffn.spec.widths):  # the padding of uneven experts stays zero, and so idle
+            for i, width in enumerate(layer.ffn.spec.widths):  # the padding of uneven experts stays zero and idle
                 piece(layer.ffn.experts.down_lora_a, (i, slice(width, max(layer.ffn.spec.widths)))).part.zero_()
 
 

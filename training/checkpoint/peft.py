@@ -1,14 +1,14 @@
-"""Adapters alone, as a folder that the library peft loads onto the model that they were trained on.
+"""Export adapters as a folder that peft loads onto the model that they were trained on.
 
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), FOLDER)
 
-A matrix that transformers holds as a module is one of target_modules, one that it holds as a bare parameter (routers,
-stacked experts) one of target_parameters. Of two parameters of one module peft wraps the second around the first, whose
-adapters then lie under `base_layer`. Stacked A are (N * rank, in), B (out, rank * N) with the expert last.
+Matrices that are modules in transformers are target_modules; bare parameters (routers, stacked experts) are
+target_parameters. For two parameters of one module, peft wraps the second around the first, whose adapters then are
+under `base_layer`. Stacked A are (N * rank, in), B (out, rank * N) with the expert last.
 
-peft adapts the names that it finds and warns of the rest, so adapters of a mixture of experts would load onto the
-attention of its dense base. A matrix that is named both as a module and as a parameter is an error where it is found;
-DENSE is named so, which the dense base has and the mixture of experts has not.
+peft adapts the names that it finds and only warns about the rest, so adapters of an MoE would load onto the attention
+of its dense base. A matrix that is named as a module and as a parameter is an error in peft. DENSE is named that way,
+because the dense base has it and the MoE does not.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from upcycle.io import disk, publish
 from upcycle.io.checkpoint import hub_match
 from upcycle.io.job import JOB
 
-# targets whose experts transformers stacks as mlp.experts.gate_up_proj and down_proj, whatever they are called on disk
+# targets whose experts transformers stacks as mlp.experts.gate_up_proj and down_proj, whatever their names on disk
 STACKED = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
-APART = ("upcycled",)  # whose modelling file has each expert's matrices as modules
+APART = ("upcycled",)  # its modelling file has each expert's matrices as modules
 WEIGHTS, ADAPTERS = "adapter_model.safetensors", "adapter_config.json"
 DENSE = "model.layers.{}.mlp.down_proj"
-Adapter = tuple[str, bool, Tensor, Tensor]  # what it is for, whether that is a bare parameter; A and B as peft has them
+Adapter = tuple[str, bool, Tensor, Tensor]  # (target, whether it is a bare parameter, A, B), as peft stores them
 
 
 def check_peft(lora: LoraConfig, origin: Origin) -> None:
-    """Raises a ValueError if the adapters of this model have no such folder."""
+    """Raise a ValueError if peft cannot hold the adapters of this model."""
     if not lora.export:
         return
     kind = str(origin.config.get("model_type"))
@@ -60,7 +60,7 @@ def check_peft(lora: LoraConfig, origin: Origin) -> None:
 
 
 def write(weights: Weights, origin: Origin, lora: LoraConfig, facts: card.Training) -> None:
-    """Write the folder lora.export; all ranks call this, and the first one writes."""
+    """Write the folder lora.export. All ranks call this; rank 0 writes."""
     with together("export the adapters"):
         if rank() == 0:
             write_folder(Path(lora.export), weights, origin, lora, facts)
@@ -79,7 +79,7 @@ def write_folder(folder: Path, weights: Weights, origin: Origin, lora: LoraConfi
     if isinstance(origin.spec, MoESpec):
         refused = DENSE.format(origin.spec.layers[0])
         modules, parameters = [*modules, refused], [*parameters, f"{refused}.weight"]
-    start = origin.past.start  # none where the model was made as it loaded
+    start = origin.past.start  # empty if the model was upcycled while loading
     base, _, revision = start.partition("@") if hub_match(start) else (start, "", "")
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None,
@@ -100,7 +100,7 @@ def write_folder(folder: Path, weights: Weights, origin: Origin, lora: LoraConfi
 
 
 def adapters(weights: Weights, origin: Origin) -> Iterator[Adapter]:
-    """Return all adapters of the model."""
+    """Yield all adapters of the model."""
     model, whole = weights.model, weights.whole
     stacked = origin.config.get("model_type") in STACKED
     names = {role: stored.name.removesuffix(".weight") for stored in origin.tensors for role, _ in stored.roles}
@@ -110,7 +110,7 @@ def adapters(weights: Weights, origin: Origin) -> Iterator[Adapter]:
             continue
         if isinstance(module, Linear | Router):
             path = in_transformers(names[f"{role}.weight"])
-            # in a stacked model peft takes any module called gate_proj for an expert of an older transformers
+            # in a stacked model peft mistakes any module gate_proj for an expert of an older transformers
             bare = isinstance(module, Router) or (stacked and ".attention." not in name)
             yield f"{path}.weight" if bare else path, bare, whole(module.lora_a), whole(module.lora_b)
             continue

@@ -1,11 +1,10 @@
-"""What a run keeps of the model that it began with, so that its folder stands alone.
+"""Keep a copy of the starting model's config and files in the run's folder, so that the folder is complete.
 
-    RUN/origin/config.json, tokenizer.json, ...    as an export has them
-    RUN/origin/observed.safetensors                what upcycling measured on text, where it did
-    RUN/origin/origin.json                         which model these are of, and its plan for people; written last
+    RUN/origin/config.json, tokenizer.json, ...    as in an export
+    RUN/origin/observed.safetensors                upcycling's measurements on text, if any
+    RUN/origin/origin.json                         which model this is, and its plan as a table; written last
 
-With the weights of a checkpoint that is enough: to resume, evaluate or export takes neither the dense model nor the
-text that was measured.
+With a checkpoint's weights this is enough to resume, evaluate or export without the dense model and the measured text.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ from upcycle.text import measure
 from upcycle.verifying.inspect import Settings
 
 FOLDER, CONFIG, OBSERVED, RECORD = "origin", "config.json", "observed.safetensors", "origin.json"
-MARK = "measured"  # in OBSERVED's metadata: the digest of what was measured
-RUN = "run.json"  # the run's own config; config.json is the name of a model's
+MARK = "measured"  # in OBSERVED's metadata: the digest of the measured model, settings and text
+RUN = "run.json"  # the run's own config; config.json is a model's
 
 
 class Made(TypedDict):
@@ -66,24 +65,24 @@ class Record(TypedDict):
     model: Named
     files: list[str]
     settings: NotRequired[Settings | None]
-    terms: NotRequired[Mapping[str, str]]  # license and the like, of the model that it was made of
+    terms: NotRequired[Mapping[str, str]]  # licence and similar, of the base model
     past: NotRequired[layout.Past]
     plan: list[tuple[str, str]]
-    tensors: NotRequired[list[tuple[str, list[int], str]]]  # of a model that transformers computes: name, shape, dtype
+    tensors: NotRequired[list[tuple[str, list[int], str]]]  # for a model that transformers computes: name, shape, dtype
 
 
 def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
-    """Write RUN/origin; `origin` is that of the model that `config` names."""
+    """Write RUN/origin from the Origin of the model that `config` names."""
     home, plan = folder / FOLDER, origin.plan
     make_folder(home)
     sweep(home)
-    (home / RECORD).unlink(missing_ok=True)  # without the record the rest counts for nothing
+    (home / RECORD).unlink(missing_ok=True)  # without the record the rest is ignored
     for path in origin.files:
         write_atomic(home / path.name, path.read_bytes())
     write_atomic(home / CONFIG, json.dumps(dict(origin.config), indent=2).encode() + b"\n")
     if plan is None or not plan.observed:
         (home / OBSERVED).unlink(missing_ok=True)
-    elif mark_of(home / OBSERVED) is None:  # else it was written when it was measured
+    elif mark_of(home / OBSERVED) is None:  # else it was written after measuring
         write_atomic(home / OBSERVED, save(dict(plan.observed)))
     record = {
         "model": named(config),
@@ -99,7 +98,7 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
 
 
 def kept(folder: Path) -> Origin:
-    """Return the Origin that a run keeps: all but the weights, whose reading is a ValueError."""
+    """Return the Origin that a run keeps; reading weights from it raises a ValueError."""
     home, record = folder / FOLDER, recorded(folder)
     if record is None:
         raise ValueError(
@@ -112,29 +111,29 @@ def kept(folder: Path) -> Origin:
     origin = layout.described(folder, config, no_weights, files, record.get("settings"), entries)
     made: Made = record["model"]["upcycle"] or {}
     used = [record["model"].get("source"), made.get("source"), *made.get("donors", ())]
-    past = record.get("past") or layout.Past({name: "" for name in used if name})  # older versions keep no more
+    past = record.get("past") or layout.Past({name: "" for name in used if name})  # older versions keep less
     return replace(origin, past=past, terms=record.get("terms", {}))
 
 
 def published(file: Path) -> Path:
-    """Return the file, if an export may take it over: by its name and as it lies there."""
+    """Return the file if an export may copy it; else raise a ValueError."""
     if not any(file.match(pattern) for pattern in (*COPIED, *TERMS, MODELING.name)):
-        raise ValueError(f"{file.parent / RECORD} names {short(file.name)}, which is no file that an export takes over")
+        raise ValueError(f"{file.parent / RECORD} names {short(file.name)}, which an export must not copy")
     return own(file)
 
 
 def no_weights(name: str, rows: tuple[int, int] | None = None) -> Tensor:
-    raise ValueError(f"{name} is to be made, and this run's weights are in its checkpoints; are they gone?")
+    raise ValueError(f"{name} cannot be made again, because this run's weights are in its checkpoints; restore them")
 
 
 def keeps(folder: Path, config: ModelConfig) -> bool:
-    """Return whether the run keeps the model that `config` names."""
+    """Return whether the run's copy is of the model that `config` names."""
     record = recorded(folder)
     return record is not None and record["model"] == named(config)
 
 
 def named(config: ModelConfig) -> Any:
-    """Return the part of a config that says which model it is, as JSON has it."""
+    """Return the part of a config that identifies its model, as JSON."""
     made = asdict(upcycle_config(config)) if config.upcycle else None
     facts = {"source": config.source, "random": config.random, "upcycle": made}
     return json.loads(json.dumps(facts, default=str))
@@ -149,13 +148,12 @@ def recorded(folder: Path) -> Record | None:
 
 
 def begun(folder: Path) -> bool:
-    """Return whether a run keeps its model in the folder, or began to."""
+    """Return whether a run in this folder keeps its model, or began to."""
     return recorded(folder) is not None or mark_of(folder / FOLDER / OBSERVED) is not None
 
 
 def upcycled(folder: Path) -> UpcycleConfig | None:
-    """Return the config by which the run's model was upcycled as it loaded, with rows of routers as they were decided;
-    None if it was not."""
+    """Return the config that upcycled the run's model while loading, with router rows as decided; None without one."""
     record, measured = recorded(folder), folder / FOLDER / OBSERVED
     if not (record and record["model"]["upcycle"]):
         return None
@@ -168,16 +166,16 @@ def upcycled(folder: Path) -> UpcycleConfig | None:
 
 
 def plan_rows(folder: Path) -> list[tuple[str, str]]:
-    """Return the table that `upcycle plan` prints, for a run that upcycled as it loaded."""
+    """Return the table of `upcycle plan` for a run that upcycled while loading."""
     record = recorded(folder)
     return [] if record is None else record["plan"]
 
 
-# ---- its checkpoints, without the rest of a run
+# ---- the run's checkpoints
 
 
 def training_run(path: Path) -> tuple[Path | None, Path | None]:
-    """Return the run's folder, and the step's folder if `path` is one; (None, None) if it is no training run."""
+    """Return the run's folder, and the step's folder if `path` is one; (None, None) if it is not a training run."""
     step = path if STEP.fullmatch(path.name) and path.is_dir() else None
     run = path.parent.parent if step else path
     is_run = (run / "checkpoints").is_dir() and settings_file(run).is_file()
@@ -185,12 +183,12 @@ def training_run(path: Path) -> tuple[Path | None, Path | None]:
 
 
 def settings_file(run: Path) -> Path:
-    """Return the file of a run's own config, which older versions called config.json."""
+    """Return the file of a run's config, which older versions called config.json."""
     return run / (RUN if (run / RUN).is_file() else CONFIG)
 
 
 def dtype_of(run: Path) -> str:
-    """Return the dtype that a run computes in, as its own config says; "" if it does not say."""
+    """Return a run's compute dtype from its config, or ""."""
     settings = read_json(settings_file(run))
     model = settings.get("model") if isinstance(settings, dict) else None
     dtype = model.get("dtype") if isinstance(model, dict) else None
@@ -198,7 +196,7 @@ def dtype_of(run: Path) -> str:
 
 
 def attach_adapters(model: Decoder, run: Path) -> None:
-    """Give a model that is on the meta device the adapters that the run trained."""
+    """Add the run's adapters to a model on the meta device."""
     settings = strict.read_object(settings_file(run))
     lora = settings.get("lora")  # runs of older versions have none
     if lora is not None:
@@ -228,7 +226,7 @@ def load_step(model: Decoder, run: Path, folder: Path | None) -> int:
     return saved.step
 
 
-# ---- what upcycling measures on text
+# ---- measurements of upcycling
 
 
 def measured_once(
@@ -239,11 +237,10 @@ def measured_once(
     given: Callable[[int], Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> Mapping[str, Tensor]:
-    """Measure on the first rank, while the others wait; all return its findings. The run's `folder` keeps them for a
-    start that would measure the same. `given` makes ids [sequence, token] of a vocabulary, to be read where the config
-    names no text."""
+    """Measure on rank 0 while the others wait, and return its results on all ranks. The run's `folder` keeps them for
+    later starts. `given` makes ids [sequence, token] of a vocabulary if the config names no text."""
     found: Mapping[str, Tensor] = {}
-    with together("measure"):  # no rank goes on alone
+    with together("measure"):  # all ranks continue together
         if rank() == 0:
             path = None if folder is None else folder / FOLDER / OBSERVED
             text = measure.tokens(plan, checkpoints, None if given is None else partial(given, plan.dense.vocab))
@@ -259,14 +256,14 @@ def measured_once(
 
 
 def keep_measured(path: Path | None, found: Mapping[str, Tensor], mark: str) -> None:
-    """Write measurements with the mark of what was measured."""
+    """Write measurements with the digest of their inputs."""
     if path is not None:
         make_folder(path.parent)
         write_atomic(path, save(dict(found), {MARK: mark}))
 
 
 def mark_of(path: Path) -> str | None:
-    """Return what a file of measurements says of the model, settings and text that were measured; None if nothing."""
+    """Return the digest of model, settings and text in a file of measurements, or None."""
     try:
         read_header(path)
         with safe_open(path, "pt") as file:
@@ -276,6 +273,8 @@ def mark_of(path: Path) -> str | None:
 
 
 def measured_before(folder: Path) -> layout.Observe:
-    """Return what gives the run's measurements, to make its first weights once more; without a record it measures."""
+    """Return a function that gives the run's measurements, to make its first weights again; without a record it
+    measures.
+    """
     path = folder / FOLDER / OBSERVED
     return (lambda plan, _: measure.read(path, plan)) if path.is_file() else measure.measure

@@ -1,8 +1,8 @@
-"""All that a run needs to go on as if it had never stopped, and the folder where it is kept.
+"""Save and load everything that a run needs to resume as if it had never stopped.
 
-A tensor is a safetensors tensor; anything else (a step, a betas tuple) is its JSON text as a tensor of bytes. An
-optimizer is saved by parameter names, not by its numbering, and is filled in place, because torch's own
-Optimizer.load_state_dict would lose bitwise resumes: it rounds fp32 moments to a bf16 parameter's type.
+A tensor is stored as a safetensors tensor, anything else (a step, a betas tuple) as JSON text in a tensor of bytes. An
+optimizer is saved by parameter name and filled in place, because torch's Optimizer.load_state_dict rounds fp32 moments
+to a bf16 parameter's type, which would break bitwise resumes.
 
     with Checkpoints(folder, keep=3) as checkpoints:
         state.step = checkpoints.load(state)          # 0 if there is none
@@ -40,21 +40,21 @@ from training.parallel.collectives import box, gather, local, together
 from upcycle.io import strict
 from upcycle.io.disk import sync_folder
 
-BESIDE = {"mean", "has", "unsent"}  # of a parameter, what no rule of an update needs: a mean, what an island keeps
-JSON = ".json"  # ends the name of a value that is kept as text
+BESIDE = {"mean", "has", "unsent"}  # a parameter's state that the update does not need: a mean, an island's values
+JSON = ".json"  # suffix of values that are stored as text
 STEP = re.compile(r"step-(\d{8,})(\.replaced)?", re.ASCII)
 WASTE = re.compile(r"step-\d{8,}\.(partial|removed)", re.ASCII)
 
 
 class Part(Protocol):
-    """Anything that a resume needs: the data's cursor, the balance biases, the spike guard, a schedule."""
+    """A part of the state: the data's cursor, the balance biases, the spike guard."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
 class Rng:
-    """The generators of this process. Every rank has its own, so they are kept per rank."""
+    """The random generators of this process, stored for each rank."""
 
     def state_dict(self) -> dict[str, Any]:
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -69,12 +69,12 @@ class Rng:
 
 @dataclass
 class TrainState:
-    """The content of a checkpoint. Tensors may be DTensors; other values are alike on all ranks, except rng."""
+    """The content of a checkpoint. Tensors may be DTensors; other values are equal on all ranks, except rng."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
     step: int = 0
-    parts: dict[str, Part] = field(default_factory=dict)  # the same on all ranks
+    parts: dict[str, Part] = field(default_factory=dict)  # equal on all ranks
     rng: Rng = field(default_factory=Rng)
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
@@ -91,8 +91,8 @@ class TrainState:
         return out
 
     def adopt(self, saved: Shards, own: Mapping[str, Tensor], rank: int) -> None:
-        """Take everything over from a checkpoint, whose model `check_model` has compared. `own`: this state's tensors,
-        which are filled in place where they fit."""
+        """Load everything from a checkpoint that `check_model` has compared. `own`: this state's tensors, filled in
+        place where they fit."""
         fill_model(self.model, saved)
         get = Getter(saved, own)
         self.step = get("step")
@@ -104,17 +104,17 @@ class TrainState:
             group.update(get(f"optimizer.group.{name}"))
         for name, (optimizer, parameter) in self.trained().items():
             mine, theirs = optimizer.state[parameter], dict[str, Any]()
-            if f"optimizer.state.{name}{JSON}" in saved.tensors:  # else it was frozen, and its moments start anew
+            if f"optimizer.state.{name}{JSON}" in saved.tensors:  # else it was frozen, and its moments start at zero
                 theirs = get(f"optimizer.state.{name}")
-                mine.update(moments(mine, theirs))  # in place, for the optimizer may hold on to it
-            if "mean" in mine and "mean" not in theirs:  # as if the steps that are counted had all had these weights
+                mine.update(moments(mine, theirs))  # in place, because the optimizer may reference it
+            if "mean" in mine and "mean" not in theirs:  # as if all counted steps had had these weights
                 mine["mean"].copy_(mine.get("master", parameter).detach())
         parts = self.named_parts(rank)
         for name, part in parts.items():
             if name + JSON in saved.tensors:
                 part.load_state_dict(get(name))
             else:
-                warn(f"{saved.folder} has no {name!r}, which starts anew: this resume is not bitwise")
+                warn(f"{saved.folder} has no {name!r}, which starts again: this resume is not bitwise")
         for name in (each.removesuffix(JSON) for each in saved.tensors if each.endswith(JSON)):
             if name.startswith("part.") and name not in parts:
                 warn(f"{saved.folder} has {name!r}, which this run has no use for")
@@ -144,13 +144,13 @@ def warn(text: str) -> None:
 
 
 def put(out: MutableMapping[str, Tensor], name: str, value: Any) -> None:
-    """Put a value into `out`: its tensors under names of their own, and the rest as JSON text in a tensor of bytes."""
+    """Put a value into `out`: its tensors under their own names, the rest as JSON text in a tensor of bytes."""
     text = json.dumps(pack(value, name, out)).encode()
     out[name + JSON] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def pack(value: Any, name: str, out: MutableMapping[str, Tensor]) -> Any:
-    """Return a value as JSON, in which a $ marks what JSON does not know: a tensor, which goes to `out`, or a tuple."""
+    """Return a value as JSON, in which $ marks tensors, which go to `out`, and tuples."""
     if isinstance(value, Tensor):
         if name in out:
             raise ValueError(f"two tensors of the training state are named {name!r}; rename a key of one of them")
@@ -171,7 +171,7 @@ def pack(value: Any, name: str, out: MutableMapping[str, Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class Getter:
-    """Returns the values that a checkpoint holds by name. Their tensors are `own` ones of this run where they fit."""
+    """Read a checkpoint's values by name, into this run's `own` tensors where they fit."""
 
     saved: Shards
     own: Mapping[str, Tensor]
@@ -193,7 +193,7 @@ class Getter:
         return {key: self.unpack(item) for key, item in value.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor: this run's own, which is filled, else a new one, divided over ranks as the own one is."""
+        """Return a tensor: this run's own, filled, or a new one that is divided like it."""
         own, shape, dtype = self.own.get(name), self.saved.shape(name), self.saved.dtype(name)
         if own is None or own.shape != shape:
             return self.saved.read(name)
@@ -204,14 +204,14 @@ class Getter:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's tensors by plain name, without Transformer Engine's extra state: that is a pickle, and is made
+    """Return the model's tensors by plain name, without Transformer Engine's extra state, which is a pickle and is made
     again in the first steps."""
     return {plain_name(n): t for n, t in model.state_dict().items() if not n.endswith("_extra_state")}
 
 
 def check_model(model: nn.Module, saved: Shards) -> None:
-    """Raise a ValueError if a tensor of the model is not in the checkpoint as it is here. Weights that were frozen, and
-    so may be bfloat16, may be float32 here: that has every number of them."""
+    """Raise a ValueError if a tensor of the model differs in the checkpoint. Frozen bfloat16 weights may be float32
+    here, which holds all their values."""
     for name, tensor in weights(model).items():
         key, want, got = f"model.{name}", f"{list(tensor.shape)} {tensor.dtype}", "no such tensor"
         if key in saved.tensors:
@@ -235,8 +235,8 @@ def fill_model(model: nn.Module, saved: Shards) -> None:
 
 
 def moments(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's state to go on with: the saved one, in the dtypes of the own one; the own one, where
-    another rule made the saved one. A mean of weights may begin or end."""
+    """Return the optimizer's state to continue with: the saved one in this run's dtypes, or this run's own if another
+    rule made the saved one. A mean of weights may start or end."""
     if not own:
         return dict(saved)
     if own.keys() - BESIDE != saved.keys() - BESIDE:
@@ -249,14 +249,14 @@ def moments(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """A run's checkpoints: step-00000123 and so on. Every method is for all ranks at once.
+    """A run's checkpoints, step-00000123 and so on. All ranks call every method together.
 
-    keep: the newest so many stay, and every one whose step is a multiple of keep_every (0: none).
-    asynchronous: save returns when the state is copied to host memory; a thread writes it, and `failed` is true as soon
-    as it could not. The next save waits for it: the first failure in a row is said, for that save tries again, and the
-    second is raised. load and close raise any.
-    settings: of the run after a step, by dotted key; a checkpoint holds them, and `load` compares (resume.py). allow:
-    keys that may differ although they are refused otherwise.
+    keep: how many of the newest stay, in addition to multiples of keep_every (0: none).
+    asynchronous: save returns when the state is copied to host memory; a thread writes it, and `failed` becomes true if
+    it cannot. The next save waits for it; the first failure in a row is reported and tried again, the second is raised.
+    load and close raise any failure.
+    settings: of the run after a step, by dotted key; checkpoints store them, and `load` compares them (resume.py).
+    allow: keys that may differ although they are refused otherwise.
     """
 
     def __init__(
@@ -272,17 +272,17 @@ class Checkpoints:
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
         self.asynchronous, self.settings, self.allow = asynchronous, settings, allow
         distributed = dist.is_available() and dist.is_initialized()
-        # a group of its own, on the processor: the thread's collectives must not meet those of a training step
+        # a separate CPU group: the thread's collectives must not meet those of a training step
         self.group = dist.new_group(backend="gloo") if distributed else None
         self.rank = dist.get_rank() if distributed else 0
         self.world = dist.get_world_size() if distributed else 1
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
-        self.failures = 0  # in a row
-        self.copies: dict[str, Tensor] = {}  # kept between saves: pinned memory is slow to get
+        self.failures = 0  # failures in a row
+        self.copies: dict[str, Tensor] = {}  # kept between saves, because pinned memory is slow to allocate
 
     def save(self, step: int, state: TrainState) -> None:
-        """Keep `state` as of `step`. The state may change as soon as this returns."""
+        """Save `state` at `step`. The state may change as soon as this returns."""
         try:
             self.wait()
         except ValueError as error:
@@ -295,13 +295,13 @@ class Checkpoints:
             self.wait()
 
     def load(self, state: TrainState) -> int:
-        """Take up the newest whole checkpoint, and return its step; 0 if there is none. A damaged one is set aside.
-        What a kill kept the last save from removing goes once the state is taken up: at its end a run saves no more."""
+        """Load the newest complete checkpoint and return its step, or 0. A damaged one is set aside. Afterwards remove
+        what a killed save left behind, because a finished run does not save again."""
         self.wait()
         saved = self.newest(set_aside=True)
         if saved is None:
             return 0
-        if saved.settings is not None:  # older checkpoints hold a digest of them only
+        if saved.settings is not None:  # older checkpoints hold only a digest
             now = self.settings(step_of(saved.folder))
             judge(saved.folder, saved.settings, now, self.allow, warn=self.rank == 0)
         self.check_models(state, saved)
@@ -312,14 +312,14 @@ class Checkpoints:
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
                 said = " ".join(f"{type(error).__name__}: {error}".split())
                 raise ValueError(
-                    f"{saved.folder} holds a state that no save wrote ({said:.200}); where is this checkpoint from?"
+                    f"{saved.folder} holds a state that no save wrote ({said:.200}); use another checkpoint"
                 ) from error
         if self.rank == 0:
             self.prune(saved.folder)
         return state.step
 
     def check_models(self, state: TrainState, saved: Shards) -> None:
-        """Raise a ValueError on all ranks, before anything changes, if the checkpoint is not of their model."""
+        """Raise a ValueError on all ranks, before anything changes, if the checkpoint belongs to another model."""
         problem = ""
         try:
             check_model(state.model, saved)
@@ -339,12 +339,12 @@ class Checkpoints:
             )
 
     def latest(self) -> Shards | None:
-        """Return the newest checkpoint that is whole, every byte of it read and compared; None if there is none."""
+        """Return the newest complete checkpoint after comparing every byte with its sums, or None."""
         self.wait()
         return self.newest(set_aside=False)
 
     def wait(self) -> None:
-        """Wait until the save in flight is on the disk. Raise what stopped it."""
+        """Wait until the current save is on disk. Raise its failure."""
         pending, self.pending = self.pending, None
         if pending is not None:
             self.failures += 1
@@ -353,11 +353,11 @@ class Checkpoints:
 
     @property
     def failed(self) -> bool:
-        """Whether it is known on this rank that the save in flight could not be made. Nothing waits."""
+        """Return whether this rank knows that the current save failed, without waiting."""
         return self.pending is not None and self.pending.done() and self.pending.exception() is not None
 
     def settle(self, state: TrainState) -> None:
-        """Wait for the last save of a run, and try once more if it could not be made."""
+        """Wait for the last save of a run, and try again if it failed."""
         try:
             self.wait()
         except ValueError as error:
@@ -366,14 +366,14 @@ class Checkpoints:
             self.wait()
 
     def forgive(self, error: ValueError, step: int) -> None:
-        """Say what stopped a save, if the one before it was made; else raise it."""
+        """Report a save's failure, or raise it if the save before failed too."""
         if self.failures > 1:
             raise error
         if self.rank == 0:
             warnings.warn(f"{error}; tries again with step {step}", stacklevel=3)
 
     def check_room(self, state: TrainState, saves: int) -> None:
-        """Raise a ValueError if the disk has no room for the checkpoints that lie there at once during some saves."""
+        """Raise a ValueError if the disk has no room for the checkpoints that exist at once during saves."""
         own = storage.owned(storage.pieces(state.tensors(self.rank)), self.group)
         size, there = sum(gather(sum(piece.bytes for piece in own), self.group)), len(found(self.folder))
         problem = ""
@@ -401,7 +401,7 @@ class Checkpoints:
                 raise
             print(f"and the last checkpoint was not saved: {failed}", file=sys.stderr)
 
-    # ---- the thread's work
+    # ---- in the thread
 
     def write(self, step: int, live: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
         final = self.folder / f"step-{step:08d}"
@@ -415,8 +415,8 @@ class Checkpoints:
             raise
 
     def commit(self, partial: Path, final: Path) -> None:
-        """Rename a checkpoint, from when on it counts. Older ones are removed only after it is on the disk."""
-        if final.exists():  # saved again, by a run that went back further; never a moment without one of the two
+        """Rename a finished checkpoint. Older ones are removed only after it is on disk."""
+        if final.exists():  # saved again by a run that went back; one of the two always exists
             replaced = final.with_name(final.name + ".replaced")
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(final, replaced)
@@ -425,7 +425,7 @@ class Checkpoints:
         self.prune(final)
 
     def prune(self, newest: Path) -> None:
-        """Remove older checkpoints, the one that `newest` replaced, and what is half written or half removed."""
+        """Remove older checkpoints, the one that `newest` replaced, and half-written or half-removed ones."""
         replaced, paths = newest.with_name(newest.name + ".replaced"), found(self.folder)
         kept = {newest, *[path for path in paths if path != replaced][: self.keep]}
         if self.keep_every:
@@ -434,7 +434,7 @@ class Checkpoints:
             if path not in kept:
                 removed = path.with_name(path.name.partition(".")[0] + ".removed")
                 shutil.rmtree(removed, ignore_errors=True)
-                os.rename(path, removed)  # so that a kill in the middle leaves no half of a checkpoint
+                os.rename(path, removed)  # so that a kill leaves no half checkpoint under its name
         for path in self.folder.iterdir():
             if WASTE.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
@@ -442,14 +442,14 @@ class Checkpoints:
     # ---- all ranks together
 
     def newest(self, *, set_aside: bool) -> Shards | None:
-        """Return the newest whole checkpoint."""
+        """Return the newest complete checkpoint."""
         bad: list[Path] = []
         names: list[str] = gather([path.name for path in found(self.folder)], self.group)[0]
         for folder in map(self.folder.joinpath, names):
             manifest, problem = self.read(folder)
             if manifest is not None:
                 if set_aside and self.rank == 0:
-                    for path in bad:  # or it would count as one to keep, and be found again
+                    for path in bad:  # or it would be found and kept again
                         os.rename(path, free_name(path.with_name(path.name + ".damaged")))
                 return Shards(folder, manifest)
             if self.rank == 0:
@@ -463,7 +463,7 @@ class Checkpoints:
         return None
 
     def read(self, folder: Path) -> tuple[Manifest | None, str]:
-        """Return a checkpoint's manifest, or None and why it is damaged. Each rank looks at its share of the files."""
+        """Return a checkpoint's manifest, or None and why it is damaged. Each rank checks its share of the files."""
         manifest, problem = None, ""
         try:
             manifest = storage.read_whole(folder, slice(self.rank, None, self.world))
@@ -473,7 +473,7 @@ class Checkpoints:
         return None if problem else manifest, problem
 
     def copy(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of this rank's parts, in host memory; all at once, so one wait for the device."""
+        """Copy this rank's parts to host memory, all at once, with one wait for the device."""
         copies = {}
         for name, part in parts.items():
             old = self.copies.get(name)
@@ -487,7 +487,7 @@ class Checkpoints:
 
 
 def found(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, newest first; whole or not."""
+    """Return the checkpoints in a folder, newest first, complete or not."""
     paths = folder.iterdir() if folder.is_dir() else ()
     named = [path for path in paths if STEP.fullmatch(path.name)]
     return sorted(named, key=lambda path: (-step_of(path), path.name))

@@ -1,7 +1,7 @@
-"""Folders of architectures that the decoder does not have: their spec, and which tensor on disk is which parameter.
+"""Read folders of architectures that our decoder does not have: their spec and their tensors.
 
-Tensors are taken under the names that they lie under, experts one by one or stacked, through transformers' own table of
-names; an export writes the same names again.
+Tensors keep their names on disk, with experts one by one or stacked, by transformers' own table of names. An export
+writes the same names again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Found = tuple[str, tuple[int, ...], str, Roles]  # name, shape and dtype of a te
 
 
 def read(config: Mapping[str, Any], entries: Entries) -> tuple[DenseSpec | MoESpec, tuple[Found, ...]]:
-    """Return the spec of a folder of transformers' own, and its tensors; raise a ValueError if it cannot be trained."""
+    """Return the spec and tensors of such a folder; raise a ValueError if it cannot be trained."""
     model_type = short(str(config.get("model_type")))
     stock = modelling.on_meta(config)
     try:
@@ -38,10 +38,10 @@ def read(config: Mapping[str, Any], entries: Entries) -> tuple[DenseSpec | MoESp
     except (ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{model_type} is a model that transformers' own code computes, and this one cannot be trained in it: "
+            f"{model_type} runs in transformers' own code, where this model cannot be trained: "
             f"{' '.join(said.split()):.300}; train it with other tools, or start from another model"
         ) from error
-    # what a token is multiplied with besides routed experts; routers do not count
+    # weights per token outside of routed experts and routers
     blocks = re.compile(r"\.(experts|router)\.")
     weighed = {n: (shape, dtype) for n, shape, dtype, held in found if not any(map(blocks.search, held))}
     dense = modelling.dense_of(spec)
@@ -50,7 +50,7 @@ def read(config: Mapping[str, Any], entries: Entries) -> tuple[DenseSpec | MoESp
 
 
 def numbers(stock: Any, config: Mapping[str, Any]) -> DenseSpec:
-    """Return the numbers that are counted and checked with; all else stays transformers' own."""
+    """Return the sizes for counting and checks; everything else stays in transformers."""
     settings = stock.config
     heads = int(getattr(settings, "num_attention_heads", None) or 1)
     hidden, table = int(settings.hidden_size), stock.get_input_embeddings()
@@ -83,7 +83,7 @@ def numbers(stock: Any, config: Mapping[str, Any]) -> DenseSpec:
 
 
 def placed(stock: Any, tied: bool, entries: Entries) -> Iterator[Found]:
-    """Yield the tensors on disk, in their order there. Warn of those that the model has not, and leave them out."""
+    """Yield the tensors on disk in their order. Warn about tensors that the model lacks, and skip them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -125,7 +125,7 @@ def placed(stock: Any, tied: bool, entries: Entries) -> Iterator[Found]:
 
 
 def roles_of(stock: Any, tied: bool) -> dict[str, tuple[str, tuple[int, ...], Roles]]:
-    """Return kind, shape and our roles, which are stacked in it, of each of transformers' tensors."""
+    """Return kind, shape and stacked roles of each of transformers' tensors."""
     found: dict[str, tuple[str, tuple[int, ...], Roles]] = {}
     where = {name: (parts(name, block), block) for name, block in modelling.blocks(stock)}
     fleeting = {
@@ -158,7 +158,7 @@ def of_part(name: str, prefix: str, found: Block, block: nn.Module) -> tuple[str
 
 
 def of_expert(name: str, target: str, pattern: str, converter: Any, kind: str, held: Roles) -> Roles:
-    """Return the roles of one expert's tensor, which transformers would stack with the others'."""
+    """Return the roles of one expert's tensor, which transformers would stack with the others."""
     numbered = re.findall(r"\.experts\.([0-9]+)\.", name)
     did = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
     sources, each = list(converter.source_patterns), {"gate_up_proj": 2}.get(kind, 1)
@@ -168,6 +168,6 @@ def of_expert(name: str, target: str, pattern: str, converter: Any, kind: str, h
         raise ValueError(f"{name} becomes {target} by {', '.join(did_name for did_name, _ in did)}, which is not known")
     first = int(numbered[0]) * each
     if first >= len(held):
-        raise ValueError(f"{name} is of an expert that the model has not")
+        raise ValueError(f"{name} belongs to an expert that the model does not have")
     own = held[first : first + each]
     return own if len(sources) == 1 else own[sources.index(pattern) : sources.index(pattern) + 1]

@@ -1,14 +1,14 @@
-"""A checkpoint on disk: safetensors shards and one JSON manifest, never a pickle.
+"""Read and write a checkpoint on disk: safetensors shards and a JSON manifest, without pickles.
 
     step-00000123/
-      shard-00000.safetensors   what rank 0 wrote: its tensors, or its pieces of them as NAME@OFFSET,OFFSET
+      shard-00000.safetensors   rank 0's tensors, or its pieces of them as NAME@OFFSET,OFFSET
       shard-00001.safetensors   ...
       manifest.json             step, every tensor's shape, dtype and pieces, every file's size and sha256, its own sum
 
-The manifest is written after the shards are on the disk, and the folder gets its name after the manifest is: a folder
-without `.partial` is whole, or was damaged later, which the sums show. torch.distributed.checkpoint would lose two
-promises: it keeps and sends its plans as pickles, which run code, and rank 0 plans for all, which takes it 80 s of
-1,024 ranks (2 s here, where each rank finds its own pieces).
+The manifest is written after the shards are on disk, and the folder is renamed after the manifest: a folder without
+`.partial` is complete, or was damaged later, which the sums show. torch.distributed.checkpoint stores and sends its
+plans as pickles, which can run code, and its rank 0 plans for all, which takes 80 s for 1,024 ranks (2 s here, where
+each rank finds its own pieces).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from upcycle.io.strict import Count, short
 MANIFEST = "manifest.json"
 FORMAT = 1
 SHARD = re.compile(r"shard-\d{5,}\.safetensors", re.ASCII)
-SUM = b',"sha256":"'  # before a manifest's own, which is its last key
-SPARE = 64 << 20  # bytes left free beside a checkpoint: logs and metrics go on being written
+SUM = b',"sha256":"'  # before the manifest's own sum, its last key
+SPARE = 64 << 20  # bytes left free for logs and metrics
 Box = Sequence[tuple[int, int]]  # [first, last) of each dimension
 
 
 class Part(TypedDict):
-    """A piece as the manifest has it."""
+    """A piece, as in the manifest."""
 
     file: str
     start: Count
@@ -80,7 +80,7 @@ class Tensors(TypedDict):
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a tensor that a rank holds."""
+    """A rank's part of a tensor."""
 
     tensor: str
     dtype: str
@@ -90,7 +90,7 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """Return the name in a shard: a whole tensor keeps its own, so that any safetensors tool finds it."""
+        """Return the name in a shard; a whole tensor keeps its own name, so that any safetensors tool finds it."""
         return self.tensor if self.size == self.shape else f"{self.tensor}@{','.join(map(str, self.offset))}"
 
     @property
@@ -99,7 +99,7 @@ class Piece:
 
 
 def pieces(live: Mapping[str, Tensor]) -> list[Piece]:
-    """Return what this rank holds of each tensor, without what it holds nothing of."""
+    """Return this rank's pieces of all tensors."""
     found = []
     for name, tensor in live.items():
         bounds = box(tensor)
@@ -110,12 +110,12 @@ def pieces(live: Mapping[str, Tensor]) -> list[Piece]:
 
 
 def owned(held: Sequence[Piece], group: dist.ProcessGroup | None) -> list[Piece]:
-    """Return the pieces that this rank writes. Of the ranks that hold a piece (copies of the model, a shared norm) one
-    writes it, another one for each piece; all ranks find the same, from 8 bytes for each piece of every rank."""
+    """Return the pieces that this rank writes. One of the ranks that hold a piece writes it, and the pieces are spread
+    over them. All ranks compute the same result from 8 bytes per piece of every rank."""
     texts = (f"{piece.name} {piece.dtype} {piece.shape}".encode() for piece in held)
     every = gather_bytes(b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts), group)
     keys = np.frombuffer(b"".join(every), np.uint64)
-    order = np.argsort(keys, kind="stable")  # holders of a key are neighbours, in order of ranks
+    order = np.argsort(keys, kind="stable")  # ranks with the same piece are neighbours, in order
     found, first, count = np.unique(keys[order], return_index=True, return_counts=True)
     writes = np.zeros(len(keys), bool)
     writes[order[first + (found % count.astype(np.uint64)).astype(np.int64)]] = True
@@ -132,8 +132,8 @@ def save(
     group: dist.ProcessGroup | None,
     commit: Callable[[], None],
 ) -> None:
-    """Write `staged`, the local parts of `live`: each rank its shard, rank 0 the folder and, when all shards are on the
-    disk, the manifest; then it calls `commit`. All ranks call this together; what stops one of them stops all."""
+    """Write `staged`, the local parts of `live`: each rank writes its shard, then rank 0 writes the manifest and calls
+    `commit`. All ranks call this together, and a failure of one raises on all."""
     rank = 0 if group is None else dist.get_rank(group)
     what, lines = "save or load a checkpoint", b""
     own = owned(pieces(live), group)
@@ -147,19 +147,19 @@ def save(
     every = collected(lines, group)
     with together(what, group):
         if rank == 0:
-            write_atomic(partial / MANIFEST, joined(facts, every))  # and the folder with it is on the disk then
+            write_atomic(partial / MANIFEST, joined(facts, every))  # the folder is then on disk too
             commit()
 
 
 def make_folder(partial: Path, size: int) -> None:
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that died while it saved
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that died while saving
     disk.make_folder(partial.parent)
     check_free(partial.parent, size)
     partial.mkdir()
 
 
 def check_free(folder: Path, size: int, count: int = 1) -> None:
-    """Raise a ValueError if `count` checkpoints of `size` bytes do not fit into a folder, which need not be there."""
+    """Raise a ValueError if `count` checkpoints of `size` bytes do not fit into a folder, which need not exist."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < count * size + SPARE:
@@ -173,9 +173,9 @@ def check_free(folder: Path, size: int, count: int = 1) -> None:
 
 
 def write_shard(path: Path, own: Sequence[Piece], staged: Mapping[str, Tensor]) -> bytes:
-    """Write a shard to the disk, and return its lines of the manifest: the file; then for each piece the tensor's name
-    and entry, how many numbers the piece and the whole tensor have, and the piece."""
-    own = sorted(own, key=lambda piece: -getattr(torch, piece.dtype).itemsize)  # so that each is aligned
+    """Write a shard to disk and return its lines of the manifest: first the file, then for each piece the tensor's name
+    and entry, the sizes of piece and whole, and the piece."""
+    own = sorted(own, key=lambda piece: -getattr(torch, piece.dtype).itemsize)  # so that each piece is aligned
     head, lines = disk.header(own), []
     start = len(head)
     with Stream(path) as stream:
@@ -212,10 +212,10 @@ def collected(lines: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
 
 
 def joined(facts: Mapping[str, Any], every: Sequence[bytes]) -> bytes:
-    """Return the manifest, made of what each rank's write_shard returned. Nothing of it is parsed: of a thousand ranks
-    there are a million pieces."""
+    """Return the manifest from the results of write_shard on each rank, without parsing them: a thousand ranks have a
+    million pieces."""
     files, held = [], dict[tuple[bytes, bytes], list[bytes]]()
-    missing: Counter[tuple[bytes, bytes]] = Counter()  # numbers of a tensor that no piece has
+    missing: Counter[tuple[bytes, bytes]] = Counter()  # numbers of a tensor that no piece covers
     for file, *rest in (lines.split(b"\n") for lines in every if lines):
         files.append(file)
         for line in rest:
@@ -224,9 +224,11 @@ def joined(facts: Mapping[str, Any], every: Sequence[bytes]) -> bytes:
             missing[name, entry] += (0 if places else int(whole)) - int(count)
             places.append(place)
     if wrong := next((name for (name, _), numbers in missing.items() if numbers), None):
-        raise ValueError(f"what the ranks hold of {wrong.decode()} does not fill it; shard it as its placements say")
+        raise ValueError(f"the ranks' pieces of {wrong.decode()} do not fill it; shard it as its placements say")
     if len({name for name, _ in held}) < len(held):
-        raise ValueError("ranks hold tensors of one name and different shapes or types; give them names of their own")
+        raise ValueError(
+            "ranks hold tensors with the same name and different shapes or types; give them different names"
+        )
     texts = (
         name + b":" + entry[:-1] + b',"pieces":[' + b",".join(places) + b"]}" for (name, entry), places in held.items()
     )
@@ -244,12 +246,13 @@ def encode(value: Any) -> bytes:
 
 
 def read_manifest(folder: Path, share: slice = slice(None)) -> Manifest:
-    """Return the manifest, if its bytes are exactly those that were written; else raise a ValueError. `share`: of its
-    tensors, which are judged here."""
+    """Return the manifest if its bytes are unchanged; else raise a ValueError. `share`: the tensors that this rank
+    checks.
+    """
     path = folder / MANIFEST
     if not os.path.lexists(path):
         raise ValueError(f"{path} is missing")
-    shards = 1 + sum(SHARD.fullmatch(name) is not None for name in os.listdir(folder))  # it grows with the ranks
+    shards = 1 + sum(SHARD.fullmatch(name) is not None for name in os.listdir(folder))  # its size grows with the ranks
     try:
         text = strict.read_small(path, shards * strict.MAX_FILE)
         body: Any = strict.parse(text, MANIFEST, values=shards * strict.MAX_VALUES)
@@ -266,16 +269,16 @@ def read_manifest(folder: Path, share: slice = slice(None)) -> Manifest:
     own = dict(list(body["tensors"].items())[share])
     strict.held({"tensors": own}, Tensors, str(path))
     if strange := next((name for name in body["files"] if not SHARD.fullmatch(name)), None):
-        raise ValueError(f"{path} names a file {short(strange)}, which no save makes")
-    for name, entry in own.items():  # the sha256 shows damage, not malice
+        raise ValueError(f"{path} names a file {short(strange)}, which a save does not write")
+    for name, entry in own.items():  # the sha256 finds damage, not malice
         if said := impossible(entry, body["files"]):
-            raise ValueError(f"{path} says of {short(name)} what no save says, {said}; where is this checkpoint from?")
+            raise ValueError(f"{path} has an impossible entry for {short(name)}, {said}; use another checkpoint")
     return cast(Manifest, body)
 
 
 def impossible(entry: Entry, files: Mapping[str, File]) -> str:
-    """Return what is wrong with a manifest's entry, "" if nothing is. The pieces of a tensor must lie inside it and
-    fill it, and their bytes must lie inside files, so no tensor is larger than the files."""
+    """Return the fault of a manifest's entry, or "". Pieces must lie inside their tensor and fill it, and their bytes
+    must lie inside files, so that no tensor is larger than its files."""
     shape, dtype, filled = entry["shape"], getattr(torch, entry["dtype"], None), 0
     if entry["dtype"] not in SAFETENSORS or not isinstance(dtype, torch.dtype):
         return f"dtype {short(entry['dtype'])}"
@@ -297,7 +300,7 @@ def impossible(entry: Entry, files: Mapping[str, File]) -> str:
 
 
 class Shards:
-    """The tensors of a checkpoint; of any of them any part can be read."""
+    """Read any part of any tensor of a checkpoint."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.step, self.tensors = folder, manifest["step"], manifest["tensors"]
@@ -310,14 +313,14 @@ class Shards:
         return getattr(torch, self.tensors[name]["dtype"])  # type: ignore[no-any-return]
 
     def read(self, name: str, bounds: Box | None = None) -> Tensor:
-        """Return a tensor, or the part of it within these bounds."""
+        """Return a tensor, or its part within these bounds."""
         bounds = [(0, size) for size in self.shape(name)] if bounds is None else bounds
         out = torch.empty([high - low for low, high in bounds], dtype=self.dtype(name))
         self.fill(out, name, bounds)
         return out
 
     def fill(self, target: Tensor, name: str, bounds: Box) -> None:
-        """Copy the part of a tensor within these bounds to `target`; only the bytes that lie between are read."""
+        """Copy the part of a tensor within these bounds to `target`, reading only the bytes in between."""
         missing = target.numel()
         for piece in self.tensors[name]["pieces"]:
             inside = [(at, at + n) for at, n in zip(piece["offset"], piece["shape"], strict=True)]
@@ -327,10 +330,10 @@ class Shards:
                 target[tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(both, bounds, strict=True))] = part
                 missing -= part.numel()
         if missing:
-            raise ValueError(f"{self.folder} does not hold all of {short(name)}")
+            raise ValueError(f"{self.folder} does not contain all of {short(name)}")
 
     def part(self, name: str, piece: Part, within: Box) -> Tensor:
-        """Return a part of a piece; its numbers from the first to the last, as they lie in the file, are read."""
+        """Return a part of a piece, reading the file from its first to its last number."""
         dtype, strides = self.dtype(name), torch.empty(piece["shape"], device="meta").stride()
         start = sum(first * stride for (first, _), stride in zip(within, strides, strict=True))
         count = 1 + sum((last - first - 1) * stride for (first, last), stride in zip(within, strides, strict=True))
@@ -342,8 +345,8 @@ class Shards:
 
 
 def read_whole(folder: Path, share: slice = slice(None)) -> Manifest:
-    """Return a checkpoint's manifest after comparing its files with their sums; raise a ValueError that names what is
-    damaged. `share`: of its files and tensors, which are looked at here."""
+    """Return a checkpoint's manifest after comparing its files with their sums; raise a ValueError that names the
+    damage. `share`: the files and tensors that this rank checks."""
     manifest = read_manifest(folder, share)
     for name, stated in list(manifest["files"].items())[share]:
         path = folder / name

@@ -1,1 +1,1 @@
-"""Text to token shards, shards to batches."""
+"""Turn text into token shards, and shards into batches."""

@@ -1,4 +1,4 @@
-"""What training computes on: rows of token ids laid end to end, stacked into a batch.
+"""Batches: rows of documents laid end to end, as token ids.
 
 Shapes: B samples, S sequence.
 """
@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-IGNORE = -100  # a label that is not scored; what torch's cross_entropy leaves out
+IGNORE = -100  # a label that is not scored; torch's cross_entropy ignores it
 Longs = NDArray[np.int64]
 Row = tuple[Longs, Longs, Longs, Longs]  # tokens, labels, documents, positions; [S] each
 Span = tuple[NDArray[Any], int, int, bool]  # ids, begin, end, whether `begin` is inside a document
-Whole = tuple[NDArray[Any], NDArray[np.uint8]]  # ids of a conversation, and which of them are learned
+Whole = tuple[NDArray[Any], NDArray[np.uint8]]  # ids of a conversation, and which are learned
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class Batch:
 
 class Samples(Protocol):
     def batch(self, sample: int, size: int) -> Batch:
-        """Samples number `sample` ... `sample + size` of the run."""
+        """Return samples number `sample` ... `sample + size` of the run."""
         ...
 
     def state(self, cursor: int) -> dict[str, Any]:
-        """What is needed besides its number to find sample `cursor` again: nothing, but for a stream (stream.py)."""
+        """Return the state that finds sample `cursor` again: empty, except for a stream (stream.py)."""
         ...
 
     def epochs(self, cursor: int) -> dict[str, float]:
-        """How often each source is read once sample `cursor` is the next."""
+        """Return how often each source has been read before sample `cursor`."""
         ...
 
 
 def lay(spans: Iterable[Span], length: int, start: int, mask_documents: bool) -> Row:
-    """Lays parts of documents end to end in a row; `start` is the input before a document's first token."""
+    """Lay parts of documents end to end in a row. `start` is the input before a document's first token."""
     tokens: Longs = np.full(length, start, np.int64)
     labels: Longs = np.full(length, IGNORE, np.int64)
     documents: Longs = np.zeros(length, np.int64)
@@ -75,15 +75,15 @@ def lay(spans: Iterable[Span], length: int, start: int, mask_documents: bool) ->
             documents[part] = number
             positions[part] = np.arange(size)
         filled += size
-    if filled < length:  # all that there is is shorter than one sequence
+    if filled < length:  # all text together is shorter than one sequence
         documents[filled:] = documents[filled - 1] + 1
         positions[filled:] = np.arange(length - filled)
     return tokens, labels, documents, positions
 
 
 def lay_whole(talks: Iterable[Whole], length: int, start: int, mask_documents: bool) -> Row:
-    """Lays conversations end to end in a row. Each token is an input, and its label is the next one of its conversation
-    where that is learned. What is left of the row is `start`, a document of its own."""
+    """Lay conversations end to end in a row. Each token is an input; its label is the next token of its conversation if
+    that is learned. The rest of the row is `start`, as a separate document."""
     tokens: Longs = np.full(length, start, np.int64)
     labels: Longs = np.full(length, IGNORE, np.int64)
     documents: Longs = np.zeros(length, np.int64)

@@ -1,12 +1,11 @@
-"""Conversations -> tokens, and which of them are learned.
+"""Turn conversations into tokens, and mark which are learned.
 
-A conversation is rendered by the tokenizer's own chat template, in transformers' sandbox, and its text is tokenised as
-transformers does it. What the assistant says is learned, and the rest is read. Templates that mark it with
-{% generation %} say themselves what that is: a token is learned if it has a character between the marks. Of other
-templates the turn is found by rendering: the messages before an answer with the template's own prompt for one, and the
-messages up to the answer. Where the first text begins the second, and the second the whole, the answer is what lies
-between their ends, which is what a model has to say after that prompt. Where it is not so (templates that show a turn
-otherwise once another follows), nobody knows, and nothing is guessed.
+The tokenizer's chat template renders a conversation in transformers' sandbox, and its text is tokenised as transformers
+does it. The assistant's words are learned and the rest is read. Templates with {% generation %} marks define them: a
+token is learned if one of its characters is between the marks. For other templates, the messages before an answer are
+rendered with the template's generation prompt, and the messages up to the answer without it. If the first text begins
+the second, and the second begins the whole, the answer lies between their ends. Otherwise (templates that render a turn
+differently once another follows) the conversation is refused.
 """
 
 from __future__ import annotations
@@ -28,44 +27,44 @@ from upcycle.io import strict
 from upcycle.text import tokens as text
 
 LOSSES = ("assistant", "all")
-COLUMNS = ("messages", "conversations", "prompt", "completion", "tools")  # that a row may have
-ROLES = {  # what `from` may be
+COLUMNS = ("messages", "conversations", "prompt", "completion", "tools")  # columns of a row
+ROLES = {  # values of `from`
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "bing": "assistant", "bard": "assistant", "system": "system", "tool": "tool",
 }  # fmt: skip
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-LONG = 1 << 22  # characters of a conversation that are looked at: a tokenizer takes 50 bytes each
+LONG = 1 << 22  # characters of a conversation that are read, because a tokenizer takes 50 bytes for each
 Span = tuple[int, int]
 
 
 class Refused(Exception):
-    """The template does not take this conversation."""
+    """The template refuses this conversation."""
 
 
 @dataclass(frozen=True)
 class Talk:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any] | None
-    given: int  # messages of the prompt, in which nothing is learned
+    given: int  # messages of the prompt, which are not learned
     where: str
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A conversation."""
+    """A tokenised conversation."""
 
     ids: Longs
     scored: Flags
-    bytes: int  # of the text of the scored ones
+    bytes: int  # of the text of scored tokens
     cut: bool
 
 
-# ---- what a row says
+# ---- reading a row
 
 
 def talk(row: Any, column: str, where: str) -> Talk:
-    """The conversation in a row: messages of {role, content} or {from, value} under `column` (else `messages`, or
-    `conversations`), or a prompt and its completion, texts or messages. A ValueError if there is none."""
+    """Return the conversation in a row: messages of {role, content} or {from, value} under `column` (else `messages` or
+    `conversations`), or a prompt and its completion. Raise a ValueError if there is none."""
     if not isinstance(row, dict):
         raise ValueError(f"{where} is {strict.short(row)}; it must have keys, one of them messages")
     tools = row.get("tools")
@@ -76,7 +75,7 @@ def talk(row: Any, column: str, where: str) -> Talk:
         return Talk(messages(row.get(found[0]), f"{where}, {found[0]},"), tools or None, 0, where)
     if row.get("prompt") is None or row.get("completion") is None:
         raise ValueError(
-            f"{where} has no messages, no conversations and no prompt with a completion but "
+            f"{where} has no messages, conversations or prompt with completion, only "
             f"{', '.join(map(str, row)) or 'nothing'}; name the conversation's column, FILE#COLUMN, or leave kind=chat "
             "out where it is plain text"
         )
@@ -97,7 +96,7 @@ def messages(value: Any, where: str) -> list[dict[str, Any]]:
 def message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {strict.short(value)}; it must be {{role, content}} or {{from, value}}")
-    said = {key: each for key, each in value.items() if each is not None}  # parquet has every key in every message
+    said = {key: each for key, each in value.items() if each is not None}  # parquet stores every key in every message
     if "role" not in said and "from" in said:
         role = said.pop("from")
         if not isinstance(role, str) or role not in ROLES:
@@ -110,18 +109,18 @@ def message(value: Any, where: str) -> dict[str, Any]:
     return said
 
 
-# ---- what the template makes of it
+# ---- rendering
 
 
 @dataclass(frozen=True)
 class Renderer:
-    folder: Path  # of the tokenizer
+    folder: Path  # the tokenizer's folder
     loss: str  # assistant | all
-    sequence: int  # tokens of a conversation that are kept
+    sequence: int  # longest conversation in tokens
 
     @cached_property
     def tokenizer(self) -> Any:
-        """As transformers loads it, without code of the folder's."""
+        """Load the tokenizer with transformers, without code of the folder."""
         from transformers import AutoTokenizer
 
         with text.explained(self.folder):
@@ -150,7 +149,7 @@ class Renderer:
         return MARK.search(self.template) is not None
 
     def check(self) -> None:
-        """A ValueError if there is no template, or it is none."""
+        """Raise a ValueError if the template is missing or invalid."""
         from jinja2 import TemplateSyntaxError
 
         try:
@@ -161,12 +160,12 @@ class Renderer:
 
     @property
     def mark(self) -> dict[str, Any]:
-        """All that decides what a conversation becomes, besides the tokenizer."""
+        """Return everything that decides the tokens of a conversation, except the tokenizer."""
         sha = hashlib.sha256(self.template.encode()).hexdigest()
         return {"loss": self.loss, "sequence": self.sequence, "template": sha}
 
     def rendered(self, talk: Talk, count: int | None = None, answer: bool = False) -> tuple[str, list[Span]]:
-        """(the text of the first messages, what is between marks in it); `answer`: with the prompt for an answer."""
+        """Return the text of the first messages and the spans between marks. `answer`: add the generation prompt."""
         render: Any = import_module("transformers.utils.chat_template_utils").render_jinja_template
         try:
             (found,), spans = render(
@@ -177,12 +176,12 @@ class Renderer:
                 add_generation_prompt=answer,
                 **self.tokenizer.special_tokens_map,
             )
-        except Exception as error:  # of the template, and of whatever Python it calls: there is no common class
+        except Exception as error:  # a template may raise anything
             raise Refused(f"{' '.join(str(error).split()):.200}") from error
         return found, spans[0] if self.marked else []
 
     def spans(self, talk: Talk) -> tuple[str, list[Span]]:
-        """(the conversation's text, the parts of it that are learned). Raises Refused."""
+        """Return the conversation's text and its learned spans. Raises Refused."""
         whole, marked = self.rendered(talk)
         if self.loss == "all":
             return whole, [(0, len(whole))]
@@ -207,7 +206,7 @@ class Renderer:
         if whole.startswith(part):
             return
         how = (
-            "write it as messages"  # of which all answers are learned
+            "write it as messages"  # where every answer is learned
             if self.marked
             else "put {% generation %} and {% endgeneration %} around what the assistant says in it"
         )
@@ -217,8 +216,8 @@ class Renderer:
         )
 
     def tokens(self, talks: Sequence[tuple[str, list[Span]]]) -> list[Tokens | None]:
-        """The tokens of conversations, cut after `sequence`; None where nothing is left to learn."""
-        # half a surrogate pair is no text, but it is in every large crawl
+        """Return the tokens of conversations, cut after `sequence`; None for those with nothing to learn."""
+        # large crawls contain half surrogate pairs, which are not text
         texts = [whole[:LONG].encode("utf-8", "replace").decode() for whole, _ in talks]
         with text.explained(self.folder):
             found = self.backend.encode_batch(texts, add_special_tokens=False)
@@ -237,7 +236,7 @@ class Renderer:
         for first, last in spans:
             scored[(begin < last) & (end > first)] = 1
             size += len(said[max(first, end[0]) : min(last, end[-1])].encode())
-        scored[0] = 0  # it has nothing before it
+        scored[0] = 0  # nothing comes before it
         if not scored.any():
             return None
         return Tokens(ids, scored, size, cut or len(encoding.ids) > len(ids))

@@ -1,30 +1,28 @@
-"""Token shards -> batches. Sample number n of a run is a pure function of the config and n.
+"""Turn token shards into batches. Sample number n of a run is a pure function of the config and n.
 
-So the cursor of a run is one integer, the samples consumed, and no mesh is in it: with r ranks of batch B, rank i takes
-samples cursor + i*B ... cursor + (i+1)*B, and the cursor moves by r*B. Any other split reads the same samples.
+The cursor of a run is therefore one integer, the samples consumed, and does not depend on the mesh: with r ranks of
+batch B, rank i takes samples cursor + i*B ... cursor + (i+1)*B, and the cursor moves by r*B.
 
-(Where weights changed on the way it is one of the state too, which a checkpoint holds: from the sample on at which they
-did, a new schedule counts on from what each source had given, so that nothing of a source is read again or left out.
-Where the length of samples changed, a source goes on after as many of its tokens, in windows of the new length: in that
-epoch some of its tokens come again and some do not come, and each later one is whole.)
+(If weights changed on the way, the checkpoint's state counts too: from that sample on, a new schedule continues from
+what each source had given, so that nothing is read twice or left out. If the sample length changed, a source continues
+after as many of its tokens, in windows of the new length: in that epoch some tokens repeat and some are skipped.)
 
-Which source sample n is of, and which one of it, follows from a periodic schedule in which every source's count stays
-within one sample of its share at every n (Tijdeman's solution of the chairman assignment problem).
+A periodic schedule decides the source of sample n: every source's count stays within one sample of its share at every n
+(Tijdeman's solution of the chairman assignment problem).
 
-The k-th sample of a source is a window on one of its epochs. An epoch has every document once: documents change places
-within chunks of CHUNK neighbours, are laid end to end, and cut into windows; then the windows of the whole epoch change
-places. Since a chunk holds the same tokens in any order, where it lies is known without summing up lengths, and the
-windows' places come from a Feistel network, which computes a permutation entry by entry. So any sample of a set of any
-size is found by one binary search in a mapped file and a few hundred bytes of sums.
+The k-th sample of a source is a window of one of its epochs. An epoch has every document once: documents are shuffled
+within chunks of CHUNK neighbours, laid end to end and cut into windows, and then the windows of the whole epoch are
+shuffled. A chunk holds the same tokens in any order, so its position is known without summing lengths. A Feistel
+network computes the windows' permutation entry by entry. So any sample is found with one binary search in a mapped
+file.
 
-A window has S inputs and S labels. Labels tile the epoch: each token is a label once. Its input is the token before it
-in its document, or `start` (bos, else eos) before the first one; `documents` and `positions` are those of that pair.
-So when documents are masked a document's loss does not depend on its neighbours, and nothing is left out at borders.
-The last window begins early enough to be full, and labels that the window before has scored are IGNORE in it.
+A window has S inputs and S labels. Each token of the epoch is a label once. Its input is the token before it in its
+document, or `start` (bos, else eos) for the first token; `documents` and `positions` belong to that pair. So with
+masked documents the loss of a document does not depend on its neighbours, and no label is lost at borders. The last
+window starts early enough to be full, and ignores labels that the window before has scored.
 
-Conversations (chat.py) are not cut: a window is a row of whole ones (packing.py), the same ones in each epoch, since
-neighbours do not see each other, and the windows change places. Their inputs tile the epoch; a label is IGNORE where
-nothing is learned.
+Conversations (chat.py) are not cut: a window is a row of whole conversations (packing.py), the same in each epoch, and
+only windows are shuffled. Labels that are not learned are IGNORE.
 
 Shapes: B samples, S sequence.
 """
@@ -55,8 +53,8 @@ from upcycle.config.reading import build
 from upcycle.io import strict
 from upcycle.planning import rng
 
-CHUNK = 1024  # neighbouring documents that change places
-CYCLE = 1 << 16  # longest schedule; weights that need a longer one are rounded to 1/CYCLE
+CHUNK = 1024  # neighbouring documents that are shuffled
+CYCLE = 1 << 16  # longest schedule; weights are rounded to 1/CYCLE if needed
 ROUNDS = 8
 MASK64 = (1 << 64) - 1
 
@@ -66,27 +64,27 @@ MASK64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class TrainSource:
-    name: str = ""  # "": the folder's name. It seeds the order, so a source keeps its order whatever is beside it
+    name: str = ""  # "": the folder's name. It seeds the order, so a source keeps its order in any mixture
     path: str = ""  # a folder of token shards
-    weight: float = 1.0  # share of the samples, relative to the other sources'
+    weight: float = 1.0  # share of the samples, relative to other sources
 
 
 @dataclass(frozen=True)
 class ValidSource:
-    name: str = ""  # of its loss in the log, valid/NAME/loss; "": the folder's name
+    name: str = ""  # NAME of valid/NAME/loss in the log; "": the folder's name
     path: str = ""  # a folder of token shards
-    tokens: int = 0  # only as many first documents as fit; 0: all
+    tokens: int = 0  # use only the first documents that fit into this many tokens; 0: all
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: tuple[Any, ...] = ()  # what is mixed, each a TrainSource: a folder, or keys and values
+    train: tuple[Any, ...] = ()  # training data, each a TrainSource: a folder, or keys and values
     valid: tuple[Any, ...] = ()  # held-out sets, each a ValidSource: a folder, or keys and values
     sequence: int = 4096  # tokens a sequence
-    seed: int = 0  # of the order in which samples are read
-    mask_documents: bool = True  # a token attends to its own document only
-    stream: str = ""  # in place of train: hf:org/name[@revision][:config][:split][#column], tokenised as it comes
-    tokenizer: str = ""  # of the stream: a folder with tokenizer.json, or a hub id
+    seed: int = 0  # seed of the order of samples
+    mask_documents: bool = True  # tokens attend to their own document only
+    stream: str = ""  # instead of train: hf:org/name[@revision][:config][:split][#column], tokenised while training
+    tokenizer: str = ""  # for the stream: a folder with tokenizer.json, or a Hub id
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "train", sources(TrainSource, self.train, "data.train"))
@@ -115,7 +113,7 @@ def sources(
     names = [source.name for source in found]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{where} has two sources named {name!r}; give each a name of its own")
+            raise ValueError(f"{where} has two sources named {name!r}; give each a different name")
     return tuple(found)
 
 
@@ -123,17 +121,17 @@ def sources(
 
 
 def mixed(x: int) -> int:
-    """The finaliser of splitmix64."""
+    """Return the finaliser of splitmix64."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK64
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK64
     return x ^ x >> 31
 
 
 def permuted(index: int, count: int, *key: object) -> int:
-    """Entry `index` of the permutation of range(count) that `key` names, without the others.
+    """Return entry `index` of the permutation of range(count) named by `key`, without computing the others.
 
-    A Feistel network permutes the next power of four, whatever its round function; an entry that falls outside of
-    range(count) is sent through again until it is inside, at most four times on average.
+    A Feistel network permutes the next power of four. An entry outside of range(count) goes through again until it is
+    inside, at most four times on average.
     """
     digest = hashlib.sha256(repr(key).encode()).digest()
     keys = [int.from_bytes(digest[4 * i : 4 * i + 4], "big") << 32 | i for i in range(ROUNDS)]
@@ -152,7 +150,7 @@ def permuted(index: int, count: int, *key: object) -> int:
 
 
 class Windows:
-    """The windows of a set of documents, epoch after epoch; without a seed, in order."""
+    """The windows of a set of documents, epoch after epoch; in order if there is no seed."""
 
     def __init__(
         self, shards: TokenShards, sequence: int, mask_documents: bool = True, name: str = "", seed: int | None = None
@@ -161,7 +159,7 @@ class Windows:
         self.name, self.seed = name, seed
         self.firsts = [0, *accumulate(len(shard.tokens) for shard in shards.shards)]  # tokens before each shard
         self.tokens = self.firsts[-1]
-        self.count = -(-self.tokens // sequence)  # of an epoch
+        self.count = -(-self.tokens // sequence)  # windows of an epoch
 
     def row(self, index: int) -> Row:
         epoch, window = self.place(index)
@@ -169,14 +167,14 @@ class Windows:
         return self.cut(max(0, min(begin, self.tokens - self.sequence)), begin, epoch)
 
     def place(self, index: int) -> tuple[int, int]:
-        """(epoch, the window of it)."""
+        """Return (epoch, window in it) of a sample."""
         epoch, window = divmod(index, self.count)
         if self.seed is not None:
             window = permuted(window, self.count, self.seed, "windows", self.name, epoch)
         return epoch, window
 
     def cut(self, first: int, scored: int, epoch: int) -> Row:
-        """Labels first ... first + S of an epoch; those before `scored` are context."""
+        """Return the row of labels first ... first + S of an epoch; labels before `scored` are context."""
         row = lay(self.spans(first, self.sequence, epoch), self.sequence, self.shards.start, self.mask_documents)
         self.check(row)
         row[1][: scored - first] = IGNORE
@@ -191,11 +189,11 @@ class Windows:
             )
 
     def spans(self, at: int, length: int, epoch: int) -> Iterator[Span]:
-        """Yields the parts of documents that `length` tokens from `at` on are made of."""
+        """Yield the parts of documents that cover `length` tokens from `at` on."""
         while length > 0 and at < self.tokens:
             index = bisect_right(self.firsts, at) - 1
             shard, inside = self.shards.shards[index], at - self.firsts[index]
-            # as uint64: beside any other type numpy would copy the whole mapped array
+            # as uint64: with any other type numpy would copy the whole mapped array
             found = int(np.searchsorted(shard.starts, np.uint64(inside), side="right")) - 1
             chunk = found // CHUNK
             starts = shard.starts[chunk * CHUNK : (chunk + 1) * CHUNK + 1].astype(np.int64)
@@ -217,7 +215,7 @@ class Windows:
 
 
 class Talks(Windows):
-    """The same of conversations: rows of whole ones."""
+    """The windows of a set of conversations: rows of whole ones."""
 
     def __init__(
         self, shards: TokenShards, sequence: int, mask_documents: bool = True, name: str = "", seed: int | None = None
@@ -259,24 +257,26 @@ def windows(
 
 
 class Schedule:
-    """Which source each sample is of: after any number of samples each has its share of them, give or take one."""
+    """The source of each sample: after any number of samples each source has its share, within one sample."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         self.shares = whole_shares(weights)
         self.period = sum(self.shares)
         self.key = mixed(seed & MASK64)
         self.table = chairmen(self.shares)
-        self.rank = np.empty(self.period, np.int64)  # how many of the same source are before it
+        self.rank = np.empty(self.period, np.int64)  # earlier samples of the same source
         for source in range(len(weights)):
             places = self.table == source
             self.rank[places] = np.arange(int(places.sum()))
 
     def backward(self, cycle: int) -> bool:
-        """Whether a cycle is read from its end. Half of them are, or a source might always fall to the same rank."""
+        """Return whether a cycle is read backwards. Half of them are, so that a source does not always fall to one
+        rank.
+        """
         return bool(mixed(self.key ^ cycle) & 1)
 
     def __getitem__(self, sample: int) -> tuple[int, int]:
-        """(source, how many of its samples are before this one)."""
+        """Return (source, number of its earlier samples)."""
         cycle, place = divmod(sample, self.period)
         backward = self.backward(cycle)
         place = self.period - 1 - place if backward else place
@@ -286,7 +286,7 @@ class Schedule:
         return source, cycle * share + (share - 1 - rank if backward else rank)
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first samples are of each source."""
+        """Return how many of the first samples belong to each source."""
         cycle, place = divmod(samples, self.period)
         part = self.table[self.period - place :] if self.backward(cycle) else self.table[:place]
         here = np.bincount(part, minlength=len(self.shares)).tolist()
@@ -294,7 +294,7 @@ class Schedule:
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to the weights: exact if their sum can stay within CYCLE, else to 1/CYCLE."""
+    """Return whole numbers proportional to the weights: exact if their sum fits into CYCLE, else rounded to 1/CYCLE."""
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))
@@ -308,8 +308,8 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
 
 
 def chairmen(shares: Sequence[int]) -> NDArray[np.int64]:
-    """The source of each sample of a cycle, by Tijdeman (1980): of the sources that are far enough behind their share,
-    the one whose deadline is nearest."""
+    """Return the source of each sample of a cycle, by Tijdeman (1980): among sources far enough behind their share, the
+    one with the nearest deadline."""
     count, period = len(shares), sum(shares)
     table = np.zeros(period, np.int64)
     if count == 1:
@@ -326,14 +326,14 @@ def chairmen(shares: Sequence[int]) -> NDArray[np.int64]:
 
 
 class MixtureState(TypedDict):
-    """Of a checkpoint: what each source has given."""
+    """The mixture's part of a checkpoint: what each source has given."""
 
     weights: list[tuple[str, float]]
-    since: strict.Count  # the sample from which on these weights hold
-    before: Mapping[str, strict.Count]  # samples of each source up to it
+    since: strict.Count  # the first sample of these weights
+    before: Mapping[str, strict.Count]  # samples of each source before it
     cursor: strict.Count
-    given: Mapping[str, strict.Count]  # and up to this one; with those of sources that are not read any more
-    windows: NotRequired[Mapping[str, strict.Count]]  # of an epoch of each
+    given: Mapping[str, strict.Count]  # samples up to this checkpoint, including sources that are no longer read
+    windows: NotRequired[Mapping[str, strict.Count]]  # windows of an epoch of each source
 
 
 class Mixture:
@@ -348,7 +348,7 @@ class Mixture:
         mask_documents: bool = True,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """`state`: of the checkpoint that a run goes on from."""
+        """`state`: the checkpoint's, for a resume."""
         if not parts:
             raise ValueError("there is nothing to train on; name folders under data.train")
         same_tokenizer([shards for _, shards, _ in parts])
@@ -364,9 +364,9 @@ class Mixture:
             then = saved.get("windows", {})
             same = saved["weights"] == self.weights and all(then.get(name, n) == n for name, n in counts.items())
             self.since, before = (saved["since"], saved["before"]) if same else (saved["cursor"], saved["given"])
-        # windows of another length: as far into the epoch, in tokens
+        # windows of another length: continue at the same token of the epoch
         self.before = [-(-before.get(name, 0) * n // (then.get(name) or n)) for name, n in counts.items()]
-        self.others = {name: n for name, n in before.items() if name not in counts}  # read in an earlier stage
+        self.others = {name: n for name, n in before.items() if name not in counts}  # sources of earlier stages
         self.counts = {**{name: then[name] for name in self.others if name in then}, **counts}
 
     def batch(self, sample: int, size: int) -> Batch:
@@ -395,7 +395,7 @@ def same_tokenizer(found: Sequence[TokenShards]) -> None:
 
 
 class Mock:
-    """Random tokens in place of data, for benchmarks."""
+    """Random tokens instead of data, for benchmarks."""
 
     def state(self, cursor: int) -> dict[str, Any]:
         return {}
@@ -421,14 +421,14 @@ class Mock:
 
 
 class Validation:
-    """A named set in order, each of its tokens scored once."""
+    """A validation set in order; each token is scored once."""
 
     def __init__(self, name: str, shards: TokenShards, sequence: int, *, mask_documents: bool = True) -> None:
         self.name, self.windows = name, windows(shards, sequence, mask_documents)
         self.tokens, self.bytes = shards.tokens, shards.bytes
 
     def batches(self, size: int, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
-        """This rank's batches. All ranks have as many, since they compute together; surplus windows are not scored."""
+        """Yield this rank's batches. All ranks have equally many, and surplus windows are not scored."""
         windows = self.windows
         for first in range(rank * size, self.rounds(size, ranks) * size * ranks, size * ranks):
             rows = [windows.row(min(n, windows.count - 1)) for n in range(first, first + size)]
@@ -441,7 +441,7 @@ class Validation:
         return -(-self.windows.count // (size * ranks))
 
     def bits_per_byte(self, nats: float) -> float:
-        """`nats`: the sum of -log p over all labels of the set."""
+        """Convert `nats`, the sum of -log p over all labels of the set, to bits per byte."""
         return bits_per_byte(nats, self.bytes)
 
 
@@ -453,9 +453,9 @@ def bits_per_byte(nats: float, size: int) -> float:
 
 
 class Loader:
-    """Batches of one rank, made in a thread ahead of their use: (batch, the cursor after it).
+    """Prefetch a rank's batches in a thread; yields (batch, the cursor after it).
 
-    The cursor to save is that of the last batch that was used, which is not how far the thread has come.
+    Save the cursor of the last batch that was used; the thread is already further.
     """
 
     def __init__(
@@ -484,7 +484,7 @@ class Loader:
                 batch = self.samples.batch(cursor + self.rank * self.size, self.size)
                 cursor += self.size * self.ranks
                 item = (batch.pinned() if self.pin else batch, cursor)
-            except BaseException as error:  # the caller's to handle, wherever it comes from
+            except BaseException as error:  # the caller handles it
                 item = error
             while not self.closed.is_set():
                 try:

@@ -1,4 +1,4 @@
-"""From a config to samples: the training data, shards or a stream, and the validation sets."""
+"""Open the training data (shards or a stream) and validation sets of a config."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from training.data.stream import Stream
 from training.parallel.collectives import gather
 from training.parallel.processes import rank
 
-TOKENS, LEAST = 16384, 1024  # of a run's own text that upcycling measures on, at most and at least
-LENGTH = 512  # of a sample, so that many have a say
+TOKENS, LEAST = 16384, 1024  # most and fewest tokens of a run's own text that upcycling measures on
+LENGTH = 512  # tokens used of each sample, so that many samples count
 
 
 def check_tokens(config: DataConfig) -> None:
-    """Reads the token files that nobody has read since they changed, each rank its share, and compares them with their
-    sums: damaged ones would be learned without a word. All ranks call this together, and all raise the first fault."""
+    """Compare token files that changed since the last check with their sums, because damaged tokens would be learned
+    silently. Each rank reads its share; all ranks call this together and raise the first fault."""
     folders = list(dict.fromkeys(Path(source.path) for source in (*config.train, *config.valid)))
     files = [(path, sha) for folder in folders for path, sha in unchecked(folder).items()]
     fault, ranks = "", len(gather(rank()))
@@ -31,7 +31,7 @@ def check_tokens(config: DataConfig) -> None:
             check_file(path, sha)
         except (ValueError, OSError) as error:
             fault = fault or str(error)
-    if faults := [found for found in gather(fault) if found]:  # which waits until all have read theirs
+    if faults := [found for found in gather(fault) if found]:  # waits until all ranks have read theirs
         raise ValueError(faults[0])
     if files and rank() == 0:
         for folder in folders:
@@ -39,7 +39,7 @@ def check_tokens(config: DataConfig) -> None:
 
 
 def open_training(config: DataConfig, vocab: int, state: Mapping[str, Any] | None = None) -> Samples:
-    """The training samples. `vocab`: the model's number of embeddings; `state`: from the checkpoint that is resumed."""
+    """Return the training samples. `vocab`: the model's embeddings; `state`: from the resumed checkpoint."""
     if config.stream:
         return Stream(config, vocab, state)
     parts = [(source.name, TokenShards.open(source.path, vocab), source.weight) for source in config.train]
@@ -47,7 +47,7 @@ def open_training(config: DataConfig, vocab: int, state: Mapping[str, Any] | Non
 
 
 def first_tokens(config: DataConfig, samples: int, vocab: int) -> Tensor:
-    """Ids [sequence, token] to measure the dense model on, of the first samples of a run that reads so many."""
+    """Return ids [sequence, token] of a run's first samples, to measure the dense model on."""
     length = min(config.sequence, LENGTH)
     wanted = min(max(samples * length, LEAST), TOKENS)
     return open_training(config, vocab).batch(0, -(-wanted // length)).tokens[:, :length]

@@ -1,7 +1,7 @@
-"""Conversations laid whole into rows of one length: none is cut in two, because its second half would lack the first.
+"""Pack whole conversations into rows of one length; a cut one would lose its first half.
 
-The fullest row that still has room takes the next longest (best fit, decreasing), which fills rows to some 99 % where
-there are many conversations to a row. It costs some 4 microseconds a conversation when a run begins.
+The fullest row with room takes the next longest conversation (best fit, decreasing). This fills rows to about 99 % if
+many conversations fit into a row, and costs about 4 microseconds a conversation when a run begins.
 
 Shapes: N conversations.
 """
@@ -16,10 +16,10 @@ from training.data.batch import Longs
 
 
 def packed(size_N: Longs, room: int) -> tuple[Longs, Longs]:
-    """(the conversations, row after row; where each row begins in these, and where the last one ends)."""
+    """Return (conversations, row after row; where each row begins in them, and where the last ends)."""
     assert not len(size_N) or int(size_N.max()) <= room, "one does not fit into any row"
-    left: list[int] = []  # what is free in some row, ascending
-    rows: dict[int, list[int]] = {}  # the rows with so much room
+    left: list[int] = []  # free sizes of rows, ascending
+    rows: dict[int, list[int]] = {}  # the rows with that room
     row_N, count = np.empty(len(size_N), np.int64), 0
     for index in np.argsort(-size_N, kind="stable").tolist():
         size = int(size_N[index])

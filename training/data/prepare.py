@@ -1,8 +1,8 @@
-"""Text, or conversations, -> token shards (shards.py): streamed, restartable, shared by any number of processes.
+"""Turn text or conversations into token shards (shards.py): streamed, restartable, shared by any number of processes.
 
-The work is done in OUTPUT.partial, which is renamed at the end. A process that dies at any moment leaves complete
-parts, which the next one keeps, reading over their documents without tokenising them. The bytes depend on the
-tokenizer, the sources and shard_tokens alone. One process does a source; its tokenizer's threads use all cores.
+Work happens in OUTPUT.partial, which is renamed at the end. A process that dies leaves complete parts; the next one
+keeps them and skips their documents without tokenising. The bytes depend only on tokenizer, sources and shard_tokens.
+One process does a source, and its tokenizer's threads use all cores.
 """
 
 from __future__ import annotations
@@ -60,36 +60,36 @@ from upcycle.text import tokens as text
 
 SUFFIXES = (*text.SUFFIXES, ".parquet")
 HUB = "hf:"
-SAMPLE = 1 << 20  # bytes of a file's begin and end that stand for it
-BATCH = 1 << 21  # characters tokenised at once: some 100 MB of the tokenizer's own
+SAMPLE = 1 << 20  # bytes at a file's begin and end that identify it
+BATCH = 1 << 21  # characters tokenised at once, about 100 MB in the tokenizer
 LONG = 1 << 22  # characters of a document that are tokenised at once
 TALKS = 512  # conversations tokenised at once
 KINDS = ("text", "chat")
 SHARD = r"tokens-\d{5,}-\d{5,}\.bin"  # names of the files that ranks write in parts
-FILES = SHARD_FILES[CHAT]  # of a part: text has no scored ones
+FILES = SHARD_FILES[CHAT]  # files of a part; text has no scored file
 UNPACKED, RATIO = (
     1 << 28,
     200,
-)  # bytes of a parquet file's column at once; of larger ones, how many times their size on disk
+)  # bytes of a parquet column at once; larger columns may be this many times their size on disk
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
     output: str = ""  # the folder to make
-    tokenizer: str = ""  # a folder with tokenizer.json, or a hub id; kind=chat: and with its chat template
+    tokenizer: str = ""  # a folder with tokenizer.json, or a Hub id; kind=chat needs its chat template too
     sources: tuple[str, ...] = ()  # files, folders, patterns, hf:org/name[...]; see --help
-    eos: str = ""  # the token that ends a document; "": what the folder's tokenizer_config.json says
-    shard_tokens: int = 1 << 28  # tokens of a shard: it is closed at the first document's end beyond
-    kind: str = "text"  # text | chat: conversations, of which what the assistant says is learned (training.md)
-    loss: str = "assistant"  # kind=chat: what is learned, assistant | all
-    sequence: int = 4096  # kind=chat: tokens after which a conversation is cut; at most training's data.sequence
+    eos: str = ""  # the token that ends a document; "": as in tokenizer_config.json
+    shard_tokens: int = 1 << 28  # tokens of a shard, which closes at the next end of a document
+    kind: str = "text"  # text | chat: conversations whose assistant's words are learned (training.md)
+    loss: str = "assistant"  # kind=chat: learn the words of assistant | all
+    sequence: int = 4096  # kind=chat: longest conversation in tokens; at most training's data.sequence
 
     def __post_init__(self) -> None:
         for name, known in (("kind", KINDS), ("loss", chat.LOSSES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {strict.short(getattr(self, name))}; it must be one of {', '.join(known)}")
         if self.sequence < 2:
-            raise ValueError(f"sequence={self.sequence} must be at least 2: a token, and one to be learned after it")
+            raise ValueError(f"sequence={self.sequence} must be at least 2: a token and one to learn after it")
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of a document, or of a part of it."""
+    """The tokens of a document or of a part of one."""
 
     ids: Ids
     bytes: int
-    read: int  # documents of the source up to here, empty ones too
+    read: int  # documents of the source up to here, with empty ones
     closes: bool
-    scored: Flags | None = None  # of a conversation
-    counts: Mapping[str, int] | None = None  # of it, and of those that were left out before it
+    scored: Flags | None = None  # for conversations
+    counts: Mapping[str, int] | None = None  # counts of this conversation and of those left out before it
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Encoder:
         return np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
 
     def pieces(self, texts: Iterable[tuple[str, bool]], skip: int) -> Iterator[Piece]:
-        """`texts`: (text, whether the document ends here). The first `skip` documents are skipped."""
+        """Tokenise `texts` of (text, whether the document ends here), without the first `skip` documents."""
         number = 0
         batch: list[tuple[bytes, bool, int]] = []
         size = tokens = 0
@@ -138,7 +138,7 @@ class Encoder:
             number += closes
             if number - closes < skip:
                 continue
-            # half a surrogate pair is no text, but it is in every large crawl
+            # large crawls contain half surrogate pairs, which are not text
             batch.append((piece.encode("utf-8", "replace"), closes, number))
             size += len(piece)
             if size >= BATCH:
@@ -149,7 +149,7 @@ class Encoder:
         yield from self.encode(batch, tokens)
 
     def encode(self, batch: list[tuple[bytes, bool, int]], tokens: int) -> Iterator[Piece]:
-        """`tokens`: how many tokens the open document has so far. A document without any is left out."""
+        """Encode a batch. `tokens`: tokens of the open document so far. A document without tokens is left out."""
         with text.explained(Path("tokenizer.json")):
             found = self.tokenizer.encode_batch_fast([data.decode() for data, _, _ in batch], add_special_tokens=False)
         for (data, closes, number), encoding in zip(batch, found, strict=True):
@@ -165,20 +165,20 @@ class Encoder:
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Conversations in place of texts."""
+    """The encoder of conversations."""
 
     of: Encoder
     renderer: chat.Renderer
 
     def pieces(self, talks: Iterable[chat.Talk], skip: int) -> Iterator[Piece]:
-        """The first `skip` conversations are skipped. The last piece has no tokens, and counts what was left out."""
+        """Tokenise conversations without the first `skip`. The last piece only counts what was left out."""
         batch: list[tuple[str, list[chat.Span]] | None] = []
         size, number, counts, warned = 0, skip, nothing_yet(), False
         for talk in islice(talks, skip, None):
             try:
                 batch.append(self.renderer.spans(talk))
             except chat.Refused as refused:
-                if not warned:  # there may be as many as conversations
+                if not warned:  # warn once, not for every conversation
                     warnings.warn(f"{talk.where} is left out: the chat template refuses it, {refused}", stacklevel=2)
                 warned = True
                 batch.append(None)
@@ -201,7 +201,7 @@ class ChatEncoder:
             if int(made.ids.max()) >= self.of.vocab:
                 raise ValueError(
                     f"transformers' tokenizer of {self.renderer.folder} gives id {int(made.ids.max())}, and its "
-                    f"tokenizer.json has {self.of.vocab} ids; all must be in tokenizer.json"
+                    f"tokenizer.json has {self.of.vocab} ids; add the missing ones to tokenizer.json"
                 )
             counts["scored"] += int(made.scored.sum())
             counts["truncated"] += made.cut
@@ -227,12 +227,14 @@ def load_encoder(folder: Path, eos: str) -> Encoder:
             raise ValueError(f"{folder}/tokenizer_config.json names no eos_token; write eos=TOKEN")
         eos = named
     if eos not in known:
-        raise ValueError(f"the tokenizer of {folder} has no token {strict.short(eos)}; write eos=TOKEN, one of its own")
+        raise ValueError(
+            f"the tokenizer of {folder} has no token {strict.short(eos)}; write eos=TOKEN with one that it has"
+        )
     with text.explained(folder / "tokenizer.json"):
         before = [id for id in tokenizer.encode("").ids if id != known[eos]]
     if len(before) > 1:
-        raise ValueError(f"the tokenizer of {folder} puts {len(before)} tokens before a text; at most one is possible")
-    tokenizer.encode_special_tokens = True  # a text that speaks of <eos> does not end there
+        raise ValueError(f"the tokenizer of {folder} puts {len(before)} tokens before a text; at most one is supported")
+    tokenizer.encode_special_tokens = True  # "<eos>" in a text is not the end of it
     fingerprint = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
     return Encoder(tokenizer, max(known.values()) + 1, known[eos], (before or [known[eos]])[0], fingerprint)
 
@@ -241,7 +243,7 @@ def load_encoder(folder: Path, eos: str) -> Encoder:
 
 
 def find(sources: Sequence[str], column: str = "text") -> list[Source]:
-    """The sources in the order given; those of a folder by name. `column`: where nothing else is written."""
+    """List the sources in the given order, those of a folder by name. `column`: the default column."""
     found = [
         source for word in sources for source in ([hub(word, column)] if word.startswith(HUB) else files(word, column))
     ]
@@ -258,7 +260,7 @@ def files(word: str, default: str = "text") -> Iterator[Source]:
         names = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
     if not names:
         raise ValueError(
-            f"source {word!r} is no file, folder or pattern that matches one ending in {', '.join(SUFFIXES)}"
+            f"source {word!r} is not a file, a folder or a pattern that matches a name ending in {', '.join(SUFFIXES)}"
             f"{f'; write several in brackets: sources=[{word}]' if ',' in word else ''}"
         )
     for name in names:
@@ -279,18 +281,18 @@ def hub(word: str, default: str = "text") -> Source:
     place, _, revision = place.partition("@")
     if not place or more != ["", ""][: len(more)]:
         raise ValueError(f"source {word!r} is not like hf:org/name[@revision][:config][:split][#column]")
-    if not Path(place).is_dir():  # what a branch points to may change between two starts
+    if not Path(place).is_dir():  # a branch may move between two starts
         try:
             from huggingface_hub import HfApi
 
             revision = str(HfApi().dataset_info(place, revision=revision or None).sha)
-        except Exception as error:  # of the network, of the hub, of the name: there is no common class
-            raise ValueError(f"dataset {place} cannot be found on the hub: {' '.join(str(error).split())}") from None
+        except Exception as error:  # network, Hub and name errors have no common class
+            raise ValueError(f"dataset {place} cannot be found on the Hub: {' '.join(str(error).split())}") from None
     return Source(place, column or default, 0, revision, (revision, config, split or "train"))
 
 
 def texts(source: Source, watch: Callable[[int], object]) -> Iterator[tuple[str, bool]]:
-    """(text, whether the document ends with it)."""
+    """Yield (text, whether the document ends with it)."""
     if source.hub is not None:
         yield from ((found, True) for found in hub_texts(source))
     elif source.place.endswith(".parquet"):
@@ -320,8 +322,7 @@ def talks(source: Source, watch: Callable[[int], object]) -> Iterator[chat.Talk]
 
 
 def pieces_of(document: str) -> Iterator[tuple[str, bool]]:
-    """A document as it is; one that is longer than LONG in pieces, as a .txt, because a tokenizer takes 50 bytes a
-    character."""
+    """Yield a document whole, or in pieces if it is longer than LONG; a tokenizer takes 50 bytes a character."""
     if len(document) <= LONG:
         yield document, True
     else:
@@ -329,7 +330,7 @@ def pieces_of(document: str) -> Iterator[tuple[str, bool]]:
 
 
 def whole(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """A long text in pieces cut where tokenizers cut as well: after a line, or before a word."""
+    """Yield a long text in pieces, cut where tokenizers also cut: after a line, or before a word."""
     rest = ""
     for piece in pieces:
         if rest:
@@ -346,7 +347,7 @@ def parquet_texts(source: Source, watch: Callable[[int], object]) -> Iterator[st
 
 
 def parquet_rows(source: Source, watch: Callable[[int], object], columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    """Each row, with those of the columns that there are. One that is asked for by name must be there."""
+    """Yield each row with the columns that exist. A column that the user named must exist."""
     try:
         pyarrow = import_module("pyarrow")
         parquet = import_module("pyarrow.parquet")
@@ -357,7 +358,7 @@ def parquet_rows(source: Source, watch: Callable[[int], object], columns: Sequen
             rows, names = max(1, file.metadata.num_rows), file.schema_arrow.names
             if source.column and source.column not in names:
                 raise ValueError(
-                    f"{source.place} has no column {source.column!r} but {', '.join(names)}; write FILE#COLUMN"
+                    f"{source.place} has no column {source.column!r}, only {', '.join(names)}; write FILE#COLUMN"
                 )
             columns = [name for name in columns if name in names]
             for batch in file.iter_batches(rows_at_once(source, file, columns), columns=columns):
@@ -368,11 +369,11 @@ def parquet_rows(source: Source, watch: Callable[[int], object], columns: Sequen
 
 
 def rows_at_once(source: Source, file: Any, columns: Sequence[str]) -> int:
-    """Rows of a parquet file whose texts take no more than UNPACKED bytes, by what the file says of itself: a text that
-    it holds once may stand in every row. A ValueError if it is a bomb."""
+    """Return how many rows of a parquet file take at most UNPACKED bytes, by its metadata: a text that is stored once
+    may be in every row. Raise a ValueError for a decompression bomb."""
     most = 1
     for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
-        for column in map(group.column, range(group.num_columns)):  # of a list of objects each key is one
+        for column in map(group.column, range(group.num_columns)):  # each key of a list of objects is a column
             if column.path_in_schema.partition(".")[0] not in columns:
                 continue
             size = column.total_uncompressed_size
@@ -396,7 +397,7 @@ def hub_each(source: Source) -> Iterator[Any]:
 
 
 def hub_rows(source: Source) -> Any:
-    """The rows as `datasets` streams them."""
+    """Return the rows as `datasets` streams them."""
     try:
         datasets = import_module("datasets")
     except ImportError:
@@ -412,7 +413,7 @@ def hub_errors(source: Source) -> Iterator[None]:
         yield
     except (ValueError, GeneratorExit):
         raise
-    except Exception as error:  # of the network, of the hub, of its file formats: there is no common class
+    except Exception as error:  # network, Hub and format errors have no common class
         raise ValueError(f"{HUB}{source.place} cannot be read: {' '.join(str(error).split())}") from None
 
 
@@ -422,7 +423,7 @@ def strings(source: Source, values: Iterable[Any]) -> Iterator[str]:
             raise ValueError(f"{source.place} has {type(value).__name__}, not text, in column {source.column!r}")
         if len(value) > strict.MAX_LINE:
             raise ValueError(
-                f"{source.place} has a text of {len(value)} characters; at most {strict.MAX_LINE} are read"
+                f"{source.place} has a text of {len(value)} characters; at most {strict.MAX_LINE} are allowed"
             )
         yield value
 
@@ -431,7 +432,7 @@ def strings(source: Source, values: Iterable[Any]) -> Iterator[str]:
 
 
 def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool = False) -> Path:
-    """Make the folder `config.output` and return it. A failure is one ValueError; nothing done is lost."""
+    """Write the folder `config.output` and return it. A failure is one ValueError, and finished work is kept."""
     worker = worker or Worker.here()
     output = Path(config.output)
     if not output.name:
@@ -446,7 +447,7 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
     if config.kind == "chat":
         renderer = chat.Renderer(folder, config.loss, config.sequence)
         renderer.check()
-    # no paths: the same content elsewhere is the same job
+    # no paths, because the same content elsewhere is the same job
     identity: dict[str, Any] = {
         "kind": CHAT if renderer else KIND,
         "version": VERSION,
@@ -479,7 +480,7 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
                 publish.rename(partial, output)
                 shutil.rmtree(output / JOB, ignore_errors=True)
     except (OSError, ValueError):
-        if worker.rank == 0 or not made(output, identity):  # rank 0 may be done before a late process looked in
+        if worker.rank == 0 or not made(output, identity):  # rank 0 may have finished before a late process started
             raise
     return output
 
@@ -490,8 +491,8 @@ def made(output: Path, identity: dict[str, Any]) -> bool:
 
 
 def adopt(partial: Path, identity: Mapping[str, Any]) -> None:
-    """Keep the parts of another job's sources that this job has too, and forget the parts of a source that failed.
-    Raise a ValueError for finished parts of any other source, because hours may be in them."""
+    """Keep finished parts of sources that this job shares with an earlier one, and forget parts of a failed source.
+    Raise a ValueError for finished parts of other sources, because they may have taken hours."""
     before = read_json(partial / JOB / "job.json")
     if not isinstance(before, dict):
         before = {}
@@ -513,16 +514,15 @@ def adopt(partial: Path, identity: Mapping[str, Any]) -> None:
 
 
 def complete(output: Path, identity: dict[str, Any]) -> bool:
-    """Whether the output is there already, made of these very sources. Anything else there is a ValueError, and is left
-    as it is."""
+    """Return whether the output exists and was made from these sources; raise a ValueError for something else."""
     if made(output, identity):
-        shutil.rmtree(output / JOB, ignore_errors=True)  # if the last process was killed just before this
+        shutil.rmtree(output / JOB, ignore_errors=True)  # left if the last process was killed before this
         files = {file["file"]: file for file in files_of(read_meta(output))}
         if said := next(publish.damages(output / META, files), ""):
-            raise ValueError(f"{said}, so {output} is not what was made; remove it and prepare it again")
+            raise ValueError(f"{said}, so {output} has changed; remove it and prepare it again")
         return True
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ValueError(f"{output} exists and was not made of this; remove it or choose another output")
+        raise ValueError(f"{output} exists and was made from something else; remove it or choose another output")
     return False
 
 
@@ -558,7 +558,7 @@ def write_own_sources(
                 yield piece
 
         for index, source in mine:
-            if index in broken:  # all records from there on go first, so that nobody takes the source for finished
+            if index in broken:  # remove all records from there on first, so that the source does not count as finished
                 forget(partial, index, broken[index].part)
             done = records(partial, index)
             if done and done[-1]["last"]:
@@ -580,7 +580,7 @@ def write_own_sources(
 
 @contextmanager
 def failing(mark: Path) -> Iterator[None]:
-    """Leave the file `mark` where a source cannot be read to its end, so that a corrected one may take its place."""
+    """Leave the file `mark` if a source cannot be read to its end, so that a corrected source may replace it."""
     try:
         yield
     except ValueError:
@@ -589,14 +589,14 @@ def failing(mark: Path) -> Iterator[None]:
 
 
 def failure(partial: Path, index: int) -> Path:
-    """Return the file that says that a source could not be read to its end."""
+    """Return the file that marks a source that could not be read to its end."""
     return partial / JOB / f"source-{index:05d}.failed"
 
 
 def write_part(
     partial: Path, index: int, part: int, pieces: Iterator[Piece], limit: int, worker: Worker, *, is_chat: bool
 ) -> tuple[Iterator[Piece], bool]:
-    """Writes whole documents until there are `limit` tokens. Returns the pieces that are left, and whether none are."""
+    """Write whole documents until there are `limit` tokens. Return the remaining pieces and whether none remain."""
     starts, sizes, tokens, size, read = array("Q", [0]), array("Q", [0]), 0, 0, 0
     counts = nothing_yet()
     with ExitStack() as stack:
@@ -652,7 +652,7 @@ def record_file(partial: Path, index: int, part: int) -> Path:
 
 
 def records(partial: Path, index: int) -> list[dict[str, Any]]:
-    """What is recorded of the complete parts of a source, in order, up to the first that is not."""
+    """Return the records of a source's complete parts, in order, up to the first incomplete one."""
     found: list[dict[str, Any]] = []
     while (record := read_record(partial, index, len(found))) is not None:
         for file in files_in(record):
@@ -672,7 +672,7 @@ class Counts(TypedDict):
 
 
 class Record(Row):
-    """What is known of a finished part of a source."""
+    """The record of a finished part of a source."""
 
     counts: Counts
     read: strict.Count
@@ -690,7 +690,7 @@ class ChatRecord(ChatRow):
 
 
 def read_record(partial: Path, index: int, part: int) -> dict[str, Any] | None:
-    """The record of a part; None if there is none, or it is not one that a process wrote for this part."""
+    """Return the record of a part; None if it is missing or was not written for this part."""
     try:
         value = read_json(record_file(partial, index, part))
         kind = ChatRecord if isinstance(value, dict) and "scored" in value else Record
@@ -708,15 +708,15 @@ def files_in(record: Mapping[str, Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Broken:
-    """The first part of a source with a file that is not as it was written."""
+    """The first part of a source with a changed file."""
 
     part: int
     file: Path
-    stamp: publish.Stamp  # when it differs, the file was made again
+    stamp: publish.Stamp  # if it differs, the file was made again
 
 
 def broken_parts(sources: int, partial: Path, worker: Worker) -> dict[int, Broken]:
-    """By source. Each process looks at its own sources; rank 0 looks at all, to know for which it waits."""
+    """Return the broken parts by source. Each process checks its own sources; rank 0 checks all."""
     mine = [index for index in range(sources) if worker.rank in (0, index % worker.count)]
     return {index: broken for index in mine if (broken := first_broken(partial, index))}
 
@@ -734,7 +734,7 @@ def first_broken(partial: Path, index: int) -> Broken | None:
 
 
 def forget(partial: Path, index: int, part: int) -> None:
-    """Remove the records of a source's parts from this one on, the last first, so that there is never a gap."""
+    """Remove the records of a source's parts from this one on, last first, so that there is never a gap."""
     last = part
     while record_file(partial, index, last).exists():
         last += 1
@@ -754,14 +754,14 @@ def wait_for_others(sources: int, partial: Path, watch: Watch, broken: Mapping[i
 
 
 def finish(sources: int, partial: Path, identity: dict[str, Any]) -> None:
-    """Writes meta.json, and removes the files of parts without text."""
+    """Write meta.json, and remove the files of parts without text."""
     shards, totals = [], dict.fromkeys(("tokens", "documents", "bytes"), 0)
     if identity["kind"] == CHAT:
         totals |= nothing_yet()
     for index in range(sources):
         for record in records(partial, index):
             if ("scored" in record) != (identity["kind"] == CHAT):
-                raise ValueError(f"{partial} holds a part of other data than this job's; remove it and prepare again")
+                raise ValueError(f"{partial} holds a part of other data; remove it and prepare again")
             totals = {key: totals[key] + record["counts"][key] for key in totals}
             if record["counts"]["documents"]:
                 files = {kind: record[kind] for kind in SHARD_FILES[identity["kind"]]}
@@ -772,6 +772,6 @@ def finish(sources: int, partial: Path, identity: dict[str, Any]) -> None:
     if not shards:
         what = "text" if identity["kind"] == KIND else "conversation to learn from"
         raise ValueError(f"there is no {what} in {', '.join(s['name'] for s in identity['sources'])}")
-    sweep_unfinished(partial, SHARD)  # of processes that were killed
+    sweep_unfinished(partial, SHARD)  # left by killed processes
     disk.sweep(partial)
     disk.write_atomic(partial / META, json.dumps({**identity, **totals, "shards": shards}, indent=1).encode() + b"\n")

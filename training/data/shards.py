@@ -1,17 +1,17 @@
-"""Token shards: what `upcycle prepare` writes and training reads, mapped into memory and never loaded.
+"""Token shards, which `upcycle prepare` writes and training maps into memory.
 
     FOLDER/meta.json                    counts, dtype, ids, the tokenizer's fingerprint, sha256 of every file
-    FOLDER/tokens-00000-00000.bin       ids of whole documents, one after the other, each ended by eos
+    FOLDER/tokens-00000-00000.bin       ids of whole documents, each ended by eos
     FOLDER/documents-00000-00000.npy    uint64 [2, n + 1]: where each document starts in tokens, and in UTF-8 bytes
-    FOLDER/scored-00000-00000.bin       of conversations: a byte a token, 1 where it is learned, 0 where it is only read
+    FOLDER/scored-00000-00000.bin       for conversations: a byte per token, 1 if it is learned, 0 if it is only read
 
-The two numbers are the source and the part of it. Documents are known by their place, not by looking for eos: a text
-may contain it. `start` is what the model sees before a document's first token: the tokenizer's bos, else eos. It is
-not stored, since it is the same for all. UTF-8 bytes are kept so that a loss can be told per byte, which compares
-models with different tokenizers; of conversations, those that are to be learned.
+The two numbers are the source and its part. Documents are found by position, not by eos, which a text may contain.
+`start` is the input before a document's first token: the tokenizer's bos, else eos; it is not stored. UTF-8 bytes are
+kept so that a loss per byte can compare models with different tokenizers; for conversations, only bytes that are
+learned.
 
-A document that is a conversation begins with what its template begins with, in place of `start`, and has no eos of its
-own; its first token is never learned.
+A conversation starts with its template's first token instead of `start` and has no extra eos; its first token is never
+learned.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from upcycle.io.job import read_json
 from upcycle.io.strict import Count, Range
 
 META = "meta.json"
-CHECKED = ".checked.json"  # beside it, by training: the stamp of each file that was read whole and found right
+CHECKED = ".checked.json"  # written by training: the stamp of each file that was checked completely
 KIND = "token shards"
-CHAT = "chat shards"  # another kind, so that no reader learns what it should only read
+CHAT = "chat shards"  # a different kind, so that no reader learns tokens that it should only read
 VERSION = 1
-PIECE = 1 << 20  # entries of a table that are looked at together
+PIECE = 1 << 20  # table entries that are checked together
 Ids = NDArray[Any]  # uint16 or uint32
 Offsets = NDArray[np.uint64]
 Flags = NDArray[np.uint8]
@@ -52,7 +52,7 @@ class Shard:
     tokens: Ids
     starts: Offsets  # [documents + 1] in tokens
     bytes: Offsets  # [documents + 1] in bytes of UTF-8
-    scored: Flags | None = None  # of conversations: whether a token is to be learned
+    scored: Flags | None = None  # for conversations: whether a token is learned
 
     @property
     def documents(self) -> int:
@@ -76,7 +76,7 @@ class TokenShards:
 
     @staticmethod
     def open(folder: str | Path, vocab: int | None = None) -> TokenShards:
-        """Maps a folder's files. Sizes are checked, contents are not: see `verify`. `vocab`: the model's embeddings."""
+        """Map a folder's files and check their sizes; `verify` checks contents. `vocab`: the model's embeddings."""
         folder = Path(folder)
         meta = read_meta(folder)
         shards = tuple(open_shard(folder, row, np.dtype(meta["dtype"]), meta["kind"]) for row in meta["shards"])
@@ -103,11 +103,11 @@ class TokenShards:
 
     @property
     def bytes(self) -> int:
-        """How many bytes of UTF-8 text; eos and start have none."""
+        """Return the UTF-8 bytes of the text; eos and start have none."""
         return sum(int(shard.bytes[-1] - shard.bytes[0]) for shard in self.shards)
 
     def document(self, index: int) -> Ids:
-        """The ids of a document, its eos included."""
+        """Return the ids of a document, with its eos."""
         if not 0 <= index < self.documents:
             raise IndexError(f"document {index} of {self.documents}")
         firsts = [0, *accumulate(shard.documents for shard in self.shards)]
@@ -116,7 +116,7 @@ class TokenShards:
         return self.shards[shard].tokens[int(a) : int(b)]
 
     def head(self, tokens: int) -> TokenShards:
-        """The first documents that fit into `tokens`; the first one in any case."""
+        """Return the first documents that fit into `tokens`, at least one."""
         shards: list[Shard] = []
         for shard in self.shards:
             fit = int(np.searchsorted(shard.starts, np.uint64(tokens), side="right")) - 1
@@ -129,7 +129,7 @@ class TokenShards:
         return replace(self, shards=tuple(shards))
 
     def verify(self) -> None:
-        """Read everything: the sha256 of every file, that each id is one of the vocabulary, and what is scored."""
+        """Check everything: the sha256 of every file, the range of ids, and the scored flags."""
         for path, sha in sums(self.folder).items():
             check_file(path, sha)
         for row, shard in zip(read_meta(self.folder)["shards"], self.shards, strict=True):
@@ -138,15 +138,15 @@ class TokenShards:
                 raise ValueError(f"{path} has documents that end before they begin; prepare it again")
             if int(shard.tokens.max()) >= self.vocab:
                 path = self.folder / Path(row["tokens"]["file"]).name
-                raise ValueError(f"{path} holds ids beyond the {self.vocab} of its tokenizer; prepare it again")
+                raise ValueError(f"{path} holds ids beyond the {self.vocab} ids of its tokenizer; prepare it again")
             firsts = shard.starts[:-1][shard.starts[:-1] < shard.starts[1:]]
             if shard.scored is not None and (int(shard.scored.max()) > 1 or shard.scored[firsts].any()):
                 path = self.folder / Path(row["scored"]["file"]).name
-                raise ValueError(f"{path} scores what has nothing before it, or is not of 0 and 1; prepare it again")
+                raise ValueError(f"{path} scores a first token, or holds other values than 0 and 1; prepare it again")
 
 
 def rises(table: Offsets) -> bool:
-    """Whether no entry is below the one before it, read a piece at a time."""
+    """Return whether no entry is below the one before it, reading a piece at a time."""
     pieces = (table[at : at + PIECE] for at in range(0, len(table), PIECE - 1))
     return all(bool((piece[1:] >= piece[:-1]).all()) for piece in pieces)
 
@@ -156,9 +156,9 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
     how = "make it with upcycle prepare"
     if not folder.is_dir():
         hint = f"; {folder}.partial is unfinished, run the same command again" if partial_of(folder).is_dir() else ""
-        raise ValueError(f"there is no folder {folder} of token shards{hint or '; ' + how}")
+        raise ValueError(f"there is no folder {folder} with token shards{hint or '; ' + how}")
     if not os.path.lexists(path):
-        raise ValueError(f"{folder} has no {META}, so it is no folder of token shards; {how}")
+        raise ValueError(f"{folder} has no {META}, so it is not a folder of token shards; {how}")
     try:
         meta = strict.read_json(path)
     except (OSError, ValueError) as error:
@@ -177,7 +177,7 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
         found: Mapping[str, Any] = strict.held(meta, ChatMeta if meta["kind"] == CHAT else Meta, str(path))
     except ValueError as error:
         raise ValueError(
-            f"{path} lacks some of what describes token shards ({error}); prepare the folder again"
+            f"{path} lacks a description of its token shards ({error}); prepare the folder again"
         ) from None
     if max(meta["eos"], meta["start"]) >= meta["vocab"]:
         raise ValueError(f"{path} has special tokens beyond its {meta['vocab']} ids; prepare the folder again")
@@ -185,7 +185,7 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
 
 
 class Stored(TypedDict):
-    """A file of a part of a source."""
+    """The record of a file of a part."""
 
     file: str
     bytes: Count
@@ -216,7 +216,7 @@ class Meta(Common):
 
 
 class Chat(TypedDict):
-    """How conversations became tokens."""
+    """How conversations were turned into tokens."""
 
     loss: str
     sequence: Annotated[int, Range(2)]
@@ -224,12 +224,12 @@ class Chat(TypedDict):
 
 
 class ChatCounts(TypedDict):
-    """What became of conversations; `tokens`, `documents` and `bytes` are of those that are there."""
+    """Counts of conversations; `tokens`, `documents` and `bytes` count those that were kept."""
 
     scored: Count  # tokens that are learned
-    truncated: Count  # conversations whose end is cut off
-    silent: Count  # left out, because there was nothing to learn in them
-    refused: Count  # left out, because the template refuses them
+    truncated: Count  # conversations that were cut
+    silent: Count  # left out, because they have nothing to learn
+    refused: Count  # left out, because the template refused them
 
 
 class ChatMeta(Common, ChatCounts):
@@ -237,11 +237,11 @@ class ChatMeta(Common, ChatCounts):
     shards: list[ChatRow]
 
 
-# ---- are the bytes those that were written
+# ---- checking bytes
 
 
 def sums(folder: Path) -> dict[Path, str]:
-    """The sha256 of each file of a part, as it was written."""
+    """Return the recorded sha256 of each file of a part."""
     return {folder / Path(file["file"]).name: file["sha256"] for file in files_of(read_meta(folder))}
 
 
@@ -249,18 +249,18 @@ def check_file(path: Path, sha: str) -> None:
     with open(path, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha:
-        raise ValueError(f"{path} is not what was written: its sha256 is {found}; prepare it again")
+        raise ValueError(f"{path} has changed: its sha256 is {found}; prepare it again")
 
 
 def unchecked(folder: Path) -> dict[Path, str]:
-    """The files, with their sums, that nobody has read whole since they have this size and time of change."""
+    """Return the files, with sums, that were not checked since their size or time changed."""
     known = read_json(folder / CHECKED)
     known = known if isinstance(known, dict) else {}
     return {path: sha for path, sha in sums(folder).items() if known.get(path.name) != stamp(path, sha)}
 
 
 def remember(folder: Path) -> None:
-    """Writes down that all files were found right. A folder that cannot be written to is read again the next time."""
+    """Record that all files were checked. If the folder cannot be written, they are read again next time."""
     with suppress(OSError):
         found = {path.name: stamp(path, sha) for path, sha in sums(folder).items()}
         write_atomic(folder / CHECKED, json.dumps(found).encode() + b"\n")
@@ -268,7 +268,7 @@ def remember(folder: Path) -> None:
 
 def stamp(path: Path, sha: str) -> list[Any]:
     status = path.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ino, sha]  # a copy has another inode
+    return [status.st_size, status.st_mtime_ns, status.st_ino, sha]  # the inode tells a copy apart
 
 
 def partial_of(folder: Path) -> Path:
@@ -276,7 +276,7 @@ def partial_of(folder: Path) -> Path:
 
 
 def files_of(meta: Mapping[str, Any]) -> list[Any]:
-    """What meta.json says of each file."""
+    """Return meta.json's records of files."""
     return [row[kind] for row in meta["shards"] for kind in SHARD_FILES[meta["kind"]]]
 
 
@@ -294,7 +294,7 @@ def open_shard(folder: Path, row: Any, dtype: np.dtype[Any], kind: str) -> Shard
         table = np.load(path, mmap_mode="r", allow_pickle=False)
         path = files["scored"][0] if kind == CHAT else path
         scored: Flags | None = np.memmap(path, np.uint8, "r") if kind == CHAT else None
-    # numpy's own reading of a header, which is Python's syntax, has no one error
+    # numpy parses the header as Python and may raise anything
     except (ValueError, OSError, EOFError, SyntaxError, TokenError, TypeError, MemoryError, OverflowError) as error:
         said = " ".join(str(error).split())
         raise ValueError(f"{path} cannot be read ({said:.300}); prepare the folder again") from None
@@ -309,7 +309,7 @@ def open_shard(folder: Path, row: Any, dtype: np.dtype[Any], kind: str) -> Shard
         )
     if scored is not None and len(scored) != len(tokens):
         raise ValueError(
-            f"{path} is of {len(scored)} tokens and {files['tokens'][0].name} has {len(tokens)}; they do not belong "
+            f"{path} covers {len(scored)} tokens and {files['tokens'][0].name} has {len(tokens)}; they do not belong "
             "together, prepare the folder again"
         )
     return Shard(tokens, table[0], table[1], scored)

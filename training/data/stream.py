@@ -1,11 +1,11 @@
-"""A dataset of the hub, tokenised while training: for a first try, or where there is no room for shards.
+"""Tokenise a dataset of the Hub while training, for a first try or where shards do not fit on disk.
 
-Every rank reads the whole stream and keeps its own samples, so that the samples do not depend on the mesh. It costs
-each rank the tokenising of all, which a core does for some 10^5 tokens a second: prepare shards for more than a node,
-for a mixture, or to have documents shuffled. Here they come in the order in which they lie.
+Every rank reads the whole stream and keeps its own samples, so that samples do not depend on the mesh. Each rank
+tokenises everything, at about 10^5 tokens a second per core: prepare shards for more than a node, for a mixture, or to
+shuffle documents. A stream keeps the dataset's order.
 
-A stream goes forward only. `state(cursor)` is a place at or before the sample `cursor`: what `datasets` says of its
-place, and what is left of the document that was being read.
+A stream only moves forward. `state(cursor)` is a place at or before sample `cursor`: the position that `datasets`
+reports, and the rest of the current document.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from training.data.mixture import DataConfig
 from training.data.prepare import HUB, hub, hub_errors, hub_rows, load_encoder, strings
 from upcycle.io.checkpoint import tokenizer_folder
 
-PLACES = 64  # that are remembered: more than a loader is ahead
+PLACES = 64  # remembered positions, more than a loader prefetches
 
 
 class Stream:
@@ -29,7 +29,7 @@ class Stream:
         if not config.stream.startswith(HUB):
             raise ValueError(f"data.stream is {config.stream!r}; write {HUB}org/name, or prepare files for data.train")
         if not config.tokenizer:
-            raise ValueError("data.tokenizer is not set; a stream needs one, a folder or a hub id")
+            raise ValueError("data.tokenizer is not set; a stream needs one: a folder or a Hub id")
         self.config, self.encoder = config, load_encoder(tokenizer_folder(config.tokenizer), "")
         if self.encoder.vocab > vocab:
             raise ValueError(
@@ -38,14 +38,12 @@ class Stream:
             )
         self.source = hub(config.stream)
         self.at, self.epoch = 0, 0  # the next sample
-        self.ids, self.used = np.empty(0, np.int64), 0  # the document being read
+        self.ids, self.used = np.empty(0, np.int64), 0  # the current document
         with hub_errors(self.source):
             self.rows = hub_rows(self.source)
             if state:
                 if state["mark"] != self.mark():
-                    raise ValueError(
-                        f"{config.stream} or its tokenizer is another than in the checkpoint; use the same"
-                    )
+                    raise ValueError(f"{config.stream} or its tokenizer differs from the checkpoint's; use the same")
                 self.at, self.epoch, self.used = state["at"], state["epoch"], state["used"]
                 self.ids = np.array(state["ids"], np.int64)
                 self.rows.set_epoch(self.epoch)
@@ -61,7 +59,7 @@ class Stream:
             raise ValueError(f"the stream is at sample {self.at} and cannot go back to {sample}; open it again")
         while self.at < sample:
             self.row()
-        rest = self.ids[max(0, self.used - 1) :]  # the last label that was used is the next one's input
+        rest = self.ids[max(0, self.used - 1) :]  # the last used label is the next input
         place = {"at": self.at, "epoch": self.epoch, "ids": rest.tolist(), "used": min(1, self.used)}
         self.places.append({**place, "rows": self.rows.state_dict(), "mark": self.mark()})
         return stack([self.row() for _ in range(size)])
@@ -69,11 +67,11 @@ class Stream:
     def state(self, cursor: int) -> dict[str, Any]:
         before = [place for place in tuple(self.places) if place["at"] <= cursor]
         if not before:
-            raise ValueError(f"the stream no longer knows where sample {cursor} was; save sooner after it is used")
+            raise ValueError(f"the stream has forgotten the position of sample {cursor}; save sooner after it is used")
         return before[-1]
 
     def epochs(self, cursor: int) -> dict[str, float]:
-        return {}  # its length is not known
+        return {}  # its length is unknown
 
     def row(self) -> Row:
         self.at += 1
@@ -89,8 +87,8 @@ class Stream:
             yield self.ids, begin, self.used, begin > 0
 
     def read(self) -> Iterator[Longs]:
-        """Yields documents, epoch after epoch."""
-        empty = 0  # epochs without a document; one is possible, where a run goes on at an epoch's end
+        """Yield documents, epoch after epoch."""
+        empty = 0  # epochs without a document; one is possible if a run resumes at an epoch's end
         while empty < 2:
             empty += 1
             with hub_errors(self.source):

@@ -315,7 +315,7 @@ BAD: list[tuple[Any, str]] = [
     ([1], r"line 1 of .*a\.jsonl is \[1\]; it must have keys"),
     (
         {"text": "x"},
-        "has no messages, no conversations and no prompt with a completion but text; name the conversation's column, FILE#COLUMN",
+        "has no messages, conversations or prompt with completion, only text; name the conversation's column, FILE#COLUMN",
     ),
     ({"prompt": "x"}, "has no messages"),
     ({"messages": "x"}, r"line 1 of .*, messages, is 'x'; it must be a list of messages"),
@@ -465,21 +465,21 @@ def test_damaged_folders_are_a_sentence(plain: Path, tmp_path: Path) -> None:
         TokenShards.open(out).verify()
 
     scored.write_bytes(kept[:-1] + b"\2")
-    refused("scored-00000-00000.bin is not what was written", whole=True)
+    refused("scored-00000-00000.bin has changed", whole=True)
     scored.write_bytes(b"\1" + kept[1:])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("training.data.shards.check_file", lambda path, sha: None)
-        refused("scored-00000-00000.bin scores what has nothing before it", whole=True)
+        refused("scored-00000-00000.bin scores a first token", whole=True)
         scored.write_bytes(kept[:-1] + b"\2")
-        refused("scored-00000-00000.bin scores what has nothing before it, or is not of 0 and 1", whole=True)
+        refused("scored-00000-00000.bin scores a first token, or holds other values than 0 and 1", whole=True)
     scored.write_bytes(kept[:-1])
     refused("scored-00000-00000.bin has .* bytes and should have")
     scored.write_bytes(kept[:-1])
     rows_ = [{**meta["shards"][0], "scored": {**meta["shards"][0]["scored"], "bytes": len(kept) - 1}}]
-    refused(r"scored-00000-00000.bin is of \d+ tokens and tokens-00000-00000.bin has", shards=rows_)
-    refused("lacks some of what describes token shards", chat=None)
-    refused("lacks some of what describes token shards", silent=-1)
-    refused("lacks some of what describes token shards", shards=[{k: v for k, v in rows_[0].items() if k != "scored"}])
+    refused(r"scored-00000-00000.bin covers \d+ tokens and tokens-00000-00000.bin has", shards=rows_)
+    refused("lacks a description of its token shards", chat=None)
+    refused("lacks a description of its token shards", silent=-1)
+    refused("lacks a description of its token shards", shards=[{k: v for k, v in rows_[0].items() if k != "scored"}])
     # what reads text never learns what should only be read
     scored.unlink()
     refused("scored-00000-00000.bin is missing")

@@ -261,7 +261,7 @@ def test_parquet(tokenizer: Path, tmp_path: Path) -> None:
     rows = texts(20)
     parquet.write_table(pyarrow.table({"content": rows, "n": list(range(20))}), tmp_path / "a.parquet")
     assert decoded(run(tmp_path / "out", tokenizer, f"{tmp_path / 'a.parquet'}#content"), tokenizer) == rows
-    with pytest.raises(ValueError, match="no column 'text' but content, n"):
+    with pytest.raises(ValueError, match="no column 'text', only content, n"):
         run(tmp_path / "none", tokenizer, tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="has int, not text, in column 'n'"):
         run(tmp_path / "number", tokenizer, f"{tmp_path / 'a.parquet'}#n")
@@ -306,7 +306,7 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"tokenizer": ""}, "tokenizer is not set; write tokenizer=FOLDER"),
     ({"tokenizer": "nowhere"}, "nowhere has no tokenizer.json"),
     ({"sources": ()}, r"there are no sources; write sources=\[FILE"),
-    ({"sources": ("nowhere.jsonl",)}, "'nowhere.jsonl' is no file, folder or pattern"),
+    ({"sources": ("nowhere.jsonl",)}, "'nowhere.jsonl' is not a file, a folder or a pattern"),
     ({"sources": (__file__,)}, r"test_data\.py cannot be read; convert it to one of"),
     ({"sources": ("hf:a:b:c:d",)}, r"'hf:a:b:c:d' is not like hf:org/name"),
     ({"eos": "<end>"}, "has no token '<end>'; write eos=TOKEN"),
@@ -492,7 +492,7 @@ def test_what_is_there_is_looked_at(tokenizer: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokens-00000-00000\.bin has changed since it was written"):
         run(tmp_path / "out", tokenizer, path)
     shard.unlink()
-    with pytest.raises(ValueError, match=r"tokens-00000-00000\.bin is missing, so .*out is not what was made; remove"):
+    with pytest.raises(ValueError, match=r"tokens-00000-00000\.bin is missing, so .*out has changed; remove"):
         run(tmp_path / "out", tokenizer, path)
 
 
@@ -513,7 +513,7 @@ def test_what_is_there_is_kept(tokenizer: Path, tmp_path: Path) -> None:
     run(tmp_path / "out", tokenizer, path)
     assert (first.folder / "meta.json").stat().st_mtime_ns == stamp
     jsonl(path, texts(6))
-    with pytest.raises(ValueError, match="exists and was not made of this; remove it or choose another output"):
+    with pytest.raises(ValueError, match="exists and was made from something else; remove it or choose another output"):
         run(tmp_path / "out", tokenizer, path)
     with pytest.raises(ValueError, match=f"contains the input {path}; write another folder"):
         run(tmp_path, tokenizer, path)
@@ -569,15 +569,15 @@ def test_damaged_folders_are_a_sentence(folder: Path, tmp_path: Path) -> None:
     meta.write_bytes(kept[meta][:-9])
     refused(r"meta\.json cannot be read")
     meta.unlink()
-    refused(r"has no meta\.json, so it is no folder of token shards")
+    refused(r"has no meta\.json, so it is not a folder of token shards")
     meta.write_text('{"model_type": "llama"}')
     refused("does not describe token shards")
     for changes, message in (
         ({"version": 2}, "is of version 2 and this program reads 1"),
         ({"dtype": "float32"}, "says dtype 'float32'"),
-        ({"vocab": "400"}, "lacks some of what describes token shards"),
+        ({"vocab": "400"}, "lacks a description of its token shards"),
         ({"documents": 7}, r"has 20 documents but its meta\.json says 7"),
-        ({"shards": [{}]}, "lacks some of what describes token shards"),
+        ({"shards": [{}]}, "lacks a description of its token shards"),
         ({"dtype": "uint32"}, "they do not belong together"),
     ):
         damage_meta(folder, **changes)
@@ -592,7 +592,7 @@ def test_a_flipped_bit_is_found(folder: Path) -> None:
     content[11] ^= 0x80  # the high byte of an id: beyond the vocabulary
     path.write_bytes(content)
     shards = TokenShards.open(folder)
-    with pytest.raises(ValueError, match="is not what was written: its sha256 is"):
+    with pytest.raises(ValueError, match="has changed: its sha256 is"):
         shards.verify()
     with pytest.raises(ValueError, match=r"holds id .* its files are damaged"):
         Windows(shards, 64).row(0)
@@ -927,7 +927,7 @@ def test_a_stream_is_the_same_on_any_mesh_and_after_any_stop(streamed: DataConfi
     stream.batch(8, 1)
     with pytest.raises(ValueError, match="is at sample 9 and cannot go back to 8"):
         stream.batch(8, 1)
-    with pytest.raises(ValueError, match="is another than in the checkpoint"):
+    with pytest.raises(ValueError, match="differs from the checkpoint's"):
         open_training(replace(streamed, sequence=17), 400, state)
 
 

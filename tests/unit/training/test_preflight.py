@@ -28,8 +28,8 @@ class Reached(AssertionError):
 WRONG = {
     "no output": (["output="], "output is not set"),
     "no data": (["data.train=[]"], "name folders under data.train"),
-    "data path": (["data.train=[nowhere]"], "there is no folder nowhere of token shards"),
-    "valid path": (["data.valid=[nowhere]"], "there is no folder nowhere of token shards"),
+    "data path": (["data.train=[nowhere]"], "there is no folder nowhere with token shards"),
+    "valid path": (["data.valid=[nowhere]"], "there is no folder nowhere with token shards"),
     "a cut shard": (["data.train=[{tmp}/cut]"], "prepare or copy it again"),
     "warm-up": (["schedule.warmup=8"], "is not below steps=8"),
     "suite": (["eval.every=1", "eval.suite=tinny", "eval.tokenizer={place}/words"], "there is no suite 'tinny'"),
