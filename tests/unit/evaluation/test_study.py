@@ -159,7 +159,7 @@ def test_data_and_models_that_are_not_there_are_found_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate(["study", written(tmp_path)]) == 2
-    assert "data.train: d/train is no folder of token shards" in capsys.readouterr().err
+    assert "data.train: d/train is not a folder of token shards" in capsys.readouterr().err
     shards = tmp_path / "d"
     shards.mkdir()
     (shards / META).touch()

@@ -582,7 +582,7 @@ def test_damaged_folders_are_a_sentence(folder: Path, tmp_path: Path) -> None:
     ):
         damage_meta(folder, **changes)
         refused(message)
-    with pytest.raises(ValueError, match=r"there is no folder .*nowhere of token shards; make it with"):
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere with token shards; make it with"):
         TokenShards.open(tmp_path / "nowhere")
 
 

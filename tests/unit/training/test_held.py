@@ -109,7 +109,9 @@ def test_a_config_json_that_says_another_dtype_than_the_files_is_no_reason_to_ro
     words = ["model.upcycle=", f"model.source={says}", "model.dtype=bfloat16", "balance.bias_rate=0", *LORA]
     with (
         start(config(place, tmp_path / "x", *words), torch.device("cpu")) as run,
-        pytest.raises(ValueError, match=r"is float32 and config\.json says bfloat16, so the frozen weight would be rounded"),
+        pytest.raises(
+            ValueError, match=r"is float32 and config\.json says bfloat16, so the frozen weight would be rounded"
+        ),
     ):
         begin(run)
     with start(config(place, tmp_path / "x", *words, "model.frozen=float32"), torch.device("cpu")) as run:

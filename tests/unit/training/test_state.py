@@ -494,7 +494,7 @@ def test_a_manifest_that_lies_with_a_right_sum_is_refused(change: dict[str, str]
     if "file" in change:
         body["files"][change["file"]] = {"bytes": 1, "sha256": ""}
         path.write_bytes(storage.sealed(storage.encode(body)))
-        assert "which no save makes" in damage(path.parent)
+        assert "which a save does not write" in damage(path.parent)
 
 
 # ---- another run's checkpoint
