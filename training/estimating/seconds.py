@@ -14,7 +14,7 @@ What is summed, of the slowest rank:
     host        what is left waiting where the host launches more slowly than the device computes, unless recorded
 
 Recomputation is in the part that it repeats. Constants of the model stand below with where they are from; all else is
-counted, or a rate of the hardware file. docs/scaling.md holds it to what was measured.
+counted, or a rate of the hardware file. benchmarks/results/2026-11-planning.md compares it with what was measured.
 Frozen parameters, adapters, teachers, Muon's products, documents and FP8 are not in it: they count as plain training.
 """
 

@@ -99,7 +99,7 @@ def test_warnings_that_do_not_apply() -> None:
 
 
 def test_points_of_our_own(tmp_path: Path) -> None:
-    """What docs/scaling.md says of them: off as published; refitted, and along a dense curve, on points held out."""
+    """Check results/2026-11-planning.md: the law as published, refitted, and along a dense curve, on points held out."""
     points, loss, third = law_points.read()
     published = law_points.losses(law_points.PUBLISHED, points)
     assert published[0] == pytest.approx(upcycled(*points[0]), rel=1e-9), "the same law"
