@@ -1,8 +1,9 @@
-"""The server as values: who is there, the model, what each island has; events in, answers out, no sockets, no clock.
+"""Keep the server's state: the members, the model and each island's copy. Events go in and answers come out.
 
-Every event is a function of the state alone, so the events since a snapshot make the state again, bit for bit, and the
-answers with it (journal.py). An answer is kept for a while: an island whose answer was lost, or which goes back to its
-own checkpoint and learns the same again, is told what it was told then, and nothing counts twice.
+This file knows no sockets and no clock. An event changes the state by the state alone, so replaying the events since a
+snapshot restores the state and its answers bit for bit (journal.py). The server keeps its last answers. An island whose
+answer was lost, or which resumes from its own checkpoint and learns the same again, gets the same answer again, and
+nothing counts twice.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from training.optim.balance import update_bias_
 from upcycle import plugin
 from upcycle.io import strict
 
-WORTH = 2**-16  # of a weight: a difference that waits, see rules/dgs.py
-KEPT = 64  # answers to an island
-HEAD = 1 << 16  # bytes of a message's header, beside what a model's routers need
-NAME = 64  # letters of an island's name
+WORTH = 2**-16  # share of a weight; smaller differences wait, see rules/dgs.py
+KEPT = 64  # answers kept for each island
+HEAD = 1 << 16  # bytes of a message's header, without what the routers need
+NAME = 64  # letters in an island's name
 
 
 class Again(ValueError):
-    """An island cannot go on from where it is; it has to take the whole model."""
+    """Tell an island that it cannot continue from its state and must take the whole model."""
 
 
 @dataclass
@@ -45,54 +46,54 @@ class Answer:
 class Member:
     number: int
     seq: int = 0  # the last push that counted
-    seen: int = 0  # pushes of all islands when it was last answered
+    seen: int = 0  # pushes of all islands at this island's last answer
     here: bool = True
-    came: bool = False  # whether it has ever pushed
-    waits: str = ""  # sha256 of a push that is not answered yet: a round of diloco goes on
-    all: bool = False  # what that push asked for
+    came: bool = False  # it has pushed at least once
+    waits: str = ""  # sha256 of a push without an answer yet, because a round of diloco is not over
+    all: bool = False  # that push asked for every difference
     answers: deque[Answer] = field(default_factory=deque)
 
 
 class Center:
     def __init__(self, layout: Layout, start: Tensor, config: IslandsConfig, bias: Tensor | None = None) -> None:
-        """`start`: the model (P,), in float32. `bias`: of the routers (layers, experts), where they have one that load
-        moves."""
+        """`start`: the model (P,) in float32. `bias`: the routers' selection biases (layers, experts), where load moves
+        them."""
         self.layout, self.config = layout, config
         secondary = layout.top(config.answer) if config.answer else None
         self.rule = plugin.load("training.islands.rules", config.rule).Pull(start, secondary, WORTH)
         self.members: dict[str, Member] = {}
         self.pushes = self.steps = self.tokens = 0
-        self.decay = 0.0  # sum of learning rates, as far as weight decay counts them
+        self.decay = 0.0  # sum of learning rates, for weight decay
         self.bias = bias
-        self.loads: dict[int, Tensor] = {}  # by island, of its last interval
+        self.loads: dict[int, Tensor] = {}  # by island: the loads of its last interval
 
     # ---- events
 
     def knows(self, name: str, seq: int) -> bool:
-        """Whether an island that took the model here and was answered `seq` times since can go on from there."""
+        """Say whether an island that took the model here and has had `seq` answers can continue from its state."""
         member = self.members.get(name)
         if member is None and not seq:
             return False
         if member is None or seq > member.seq:
             raise ValueError(
-                f"island {name} has had {seq} answers of a server that remembers "
-                f"{0 if member is None else member.seq}; start the server with the folder it had, or the island in a "
+                f"island {name} has had {seq} answers, and this server remembers "
+                f"{0 if member is None else member.seq}; start the server with its old folder, or the island in a "
                 "new output"
             )
         kept = {answer.seq for answer in member.answers} | ({member.seq} if member.waits else set())
         return all(number in kept for number in range(seq + 1, member.seq + 1)) and (member.here or seq < member.seq)
 
     def join(self, name: str) -> Member:
-        """An island takes the whole model; from then on it has what the server has now."""
+        """Let an island take the whole model; its copy is then the server's model of this moment."""
         known = self.members.get(name)
         here = sum(member.here for member in self.members.values())
         if (known is None or not known.here) and here >= self.config.most:
-            raise ValueError(f"{here} islands are here, as many as islands.most allows; raise it on the server")
+            raise ValueError(f"{here} islands are here, and islands.most allows no more; raise it on the server")
         if known is None:
             known = self.members[name] = Member(len(self.members))
         known.here, known.waits, known.seen = True, "", self.pushes
         known.answers.clear()
-        self.rule.leave(known.number)  # so that no round waits for what it had before
+        self.rule.leave(known.number)  # no round may wait for the island's old copy
         self.settle()
         self.rule.join(known.number)
         return known
@@ -105,14 +106,16 @@ class Center:
         self.settle()
 
     def answer(self, name: str, seq: int, data: bytes) -> bytes | None:
-        """What push number `seq` was answered, if it is known already; None if it is new, or not answered yet."""
+        """Return the answer to push number `seq`; None if the push is new, or has no answer yet."""
         member = self.members[name]
         if seq > member.seq + 1 or seq < 1:
-            raise ValueError(f"push {seq} of island {name} came, and {member.seq + 1} is the next; one was lost")
+            raise ValueError(
+                f"push {seq} of island {name} came instead of push {member.seq + 1}; start the island in a new output"
+            )
         asked = hashlib.sha256(data).hexdigest()
         if seq == member.seq and member.waits:
             if member.waits != asked:
-                raise Again(f"push {seq} of island {name} is not what it was before")
+                raise Again(f"push {seq} of island {name} differs from the first one")
             return None
         if seq == member.seq + 1:
             if not member.here:
@@ -121,17 +124,17 @@ class Center:
         for answer in member.answers:
             if answer.seq == seq:
                 if answer.asked != asked:
-                    raise Again(f"push {seq} of island {name} is not what it was before")
+                    raise Again(f"push {seq} of island {name} differs from the first one")
                 return answer.data
-        raise Again(f"push {seq} of island {name} is older than what is remembered")
+        raise Again(f"push {seq} of island {name} is older than the answers that the server keeps")
 
     def read(self, data: bytes) -> None:
-        """Raises a ValueError for what no island sends."""
+        """Raise a ValueError for a push that no island sends."""
         for _ in wire.pieces(self.head_of(data)[1], self.layout.size):
             pass
 
     def head_of(self, data: bytes) -> tuple[dict[str, Any], memoryview]:
-        """A push's header, and its numbers as they came."""
+        """Return a push's header and the bytes of its numbers."""
         head, rest = split(data)
         for key in ("steps", "tokens"):
             strict.held(head.get(key), strict.Count, f"a push's {key}")
@@ -145,11 +148,11 @@ class Center:
                 and all(0 <= value < 2**53 for value in row) for row in loads
             )  # fmt: skip
             if not ok:
-                raise ValueError(f"a push's loads are not those of {len(self.bias)} routers")
+                raise ValueError(f"a push's loads do not fit {len(self.bias)} routers")
         return head, rest
 
     def push(self, name: str, seq: int, data: bytes) -> None:
-        """A push that `answer` did not know, and `read` did. The answer is there when its rule has one."""
+        """Count a push that `answer` did not know and `read` accepted; answer it as soon as the rule can."""
         member = self.members[name]
         assert member.here and seq == member.seq + 1 and not member.waits, "answer was not asked"
         head, rest = self.head_of(data)
@@ -172,7 +175,7 @@ class Center:
         self.settle()
 
     def settle(self) -> None:
-        """Answers whoever can be."""
+        """Answer every island that waits and that the rule can answer."""
         for member in self.members.values():
             if not member.waits or not member.here:
                 continue
@@ -208,19 +211,19 @@ class Center:
 
     @property
     def done(self) -> bool:
-        """Whether as many islands as were awaited have come, and all have left."""
+        """Say whether all `islands.count` islands have pushed and left."""
         came = sum(member.came for member in self.members.values())
         return 0 < self.config.count <= came and not any(member.here for member in self.members.values())
 
     def longest(self) -> int:
-        """Bytes of the longest message."""
+        """Return the bytes of the longest message."""
         return self.head + wire.most(self.layout.size)
 
     @property
     def head(self) -> int:
         return HEAD + (0 if self.bias is None else 32 * self.bias.numel())
 
-    # ---- what a snapshot holds
+    # ---- the content of a snapshot
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"rule.{name}": tensor for name, tensor in self.rule.state().items()}
@@ -240,11 +243,11 @@ class Center:
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         if facts["layout"] != self.layout.digest:
-            raise ValueError("the server's folder holds another model; start it with the config that made it")
+            raise ValueError("the server's folder holds another model; start the server with the config that made it")
         if facts["rule"] != self.config.rule:
             raise ValueError(
-                f"the server's folder is of islands.rule={facts['rule']}, and this is {self.config.rule}; set it back, "
-                "or choose another output"
+                f"the server's folder was made with islands.rule={facts['rule']}, and now islands.rule="
+                f"{self.config.rule}; set it back, or choose another output"
             )
         self.pushes, self.steps, self.tokens = facts["pushes"], facts["steps"], facts["tokens"]
         self.decay = facts["decay"]
@@ -262,7 +265,7 @@ class Center:
             self.members[name] = Member(**rest, answers=deque(kept))
 
 
-# ---- a message: a header and numbers
+# ---- a message is a header and numbers
 
 
 def join(head: Mapping[str, Any], *numbers: bytes) -> bytes:
@@ -274,8 +277,8 @@ def split(data: bytes) -> tuple[dict[str, Any], memoryview]:
     view = memoryview(data)
     length = int.from_bytes(view[:4], "little")
     if len(view) < 4 + length:
-        raise ValueError(f"a message of {len(view)} bytes has a header of {length}")
+        raise ValueError(f"a message of {len(view)} bytes says that its header has {length}")
     head = strict.parse(bytes(view[4 : 4 + length]), "a message's header")
     if not isinstance(head, dict):
-        raise ValueError("a message's header is no object")
+        raise ValueError("a message's header must be a JSON object")
     return head, view[4 + length :]

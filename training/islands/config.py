@@ -1,4 +1,4 @@
-"""The keys of islands."""
+"""Define and check the keys of islands."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class IslandsConfig:
-    join: str = ""  # HOST:PORT of a server (islands.serve=true) that this run is an island of
-    serve: bool = False  # be the server that islands join, in place of training
-    local: int = 0  # a try on this machine: a server and so many islands, as processes; 0: none
-    name: str = ""  # of this island, by which the server knows it again; "": the name of its output folder
+    join: str = ""  # HOST:PORT of the server (islands.serve=true) that this island joins
+    serve: bool = False  # be the server that islands join, and do not train
+    local: int = 0  # try islands on this machine: start a server and this many islands as processes; 0: do not
+    name: str = ""  # name by which the server knows this island; "": the name of the output folder
     rule: str = "dgs"  # how islands learn from each other, a file of training/islands/rules: dgs | diloco | dense
     every: int = 20  # steps of an island between its exchanges
-    share: float = 0.02  # of each matrix's numbers that an exchange sends; dense and diloco send all
-    answer: float = 0.0  # share that the server answers with; 0: all that an island has not got
-    momentum: float = 0.0  # dgs: SAMomentum's, which sends 1 - momentum of what has gathered; 0: plain error feedback
-    keep: bool = True  # dgs: an island goes on with what it has learned and not sent; false: as published, without it
-    gain: float = 0.0  # what a delta is multiplied with; 0: as the rule says (dgs: 1 / islands)
-    age: int = 50  # exchanges after which an expert with few tokens sends all it has; 0: never
-    listen: str = "0.0.0.0:29600"  # serve: HOST:PORT
-    count: int = 0  # serve: ends, with an export, when so many islands have come and all have left; 0: goes on
-    most: int = 32  # serve: islands at once, which bounds its memory: the model in float32 for each
+    share: float = 0.02  # share of each matrix that an exchange sends; dense and diloco send all
+    answer: float = 0.0  # share of each matrix that the server answers with; 0: every number that differs
+    momentum: float = 0.0  # dgs: momentum of SAMomentum, which sends 1 - momentum of the residual; 0: error feedback
+    keep: bool = True  # dgs: an island continues with what it learned and did not send; false: without it, as published
+    gain: float = 0.0  # factor of each delta that is sent; 0: the rule's own (dgs: 1 / islands)
+    age: int = 50  # exchanges after which an expert with few tokens sends everything; 0: never
+    listen: str = "0.0.0.0:29600"  # serve: HOST:PORT to listen on
+    count: int = 0  # serve: end, with an export, after this many islands have pushed and left; 0: never end
+    most: int = 32  # serve: most islands at once; the server keeps the model in float32 once for each
     secret: str = ""  # file with the secret that server and islands share, at least 16 bytes
-    certificate: str = ""  # TLS: file with the server's (serve) or this island's certificate and key, PEM
-    authority: str = ""  # TLS: file with the certificate that the other side's must be signed by, PEM
-    throttle: float = 0.0  # Gb/s that this island's link is slowed down to, for trials; 0: as fast as it is
-    patience: float = 10.0  # minutes that an island tries to reach a server, and that a round waits for an island
+    certificate: str = ""  # TLS: PEM file with the certificate and key of the server (serve) or of this island
+    authority: str = ""  # TLS: PEM file with the certificate that must have signed the other side's
+    throttle: float = 0.0  # Gb/s to slow this island's link down to, for trials; 0: full speed
+    patience: float = 10.0  # minutes for which an island tries to reach the server, and a round waits for an island
 
     def __post_init__(self) -> None:
         if self.join and self.local:
             raise ValueError(
-                f"islands.join={self.join} and islands.local={self.local} are both set; join a server, or start one"
+                f"islands.join={self.join} and islands.local={self.local} are both set; remove one of them"
             )
         for name, least in (("local", 0), ("every", 1), ("age", 0), ("count", 0), ("most", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"islands.{name} is {getattr(self, name)}; it must be at least {least}")
         if not 0 < self.share <= 1:
-            raise ValueError(f"islands.share is {self.share}; it must be a share above 0, up to 1")
+            raise ValueError(f"islands.share is {self.share}; it must be above 0 and at most 1")
         if not 0 <= self.answer <= 1:
-            raise ValueError(f"islands.answer is {self.answer}; it must be a share, 0 for all that there is")
+            raise ValueError(f"islands.answer is {self.answer}; it must be from 0 (everything) to 1")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"islands.momentum is {self.momentum}; it must be at least 0 and below 1")
         for name in ("gain", "throttle"):

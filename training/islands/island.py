@@ -1,13 +1,15 @@
-"""The loop's end of an island: after every H steps it tells the server what was learned, and goes on from the answer.
+"""Exchange with the server after every H steps: send what the island learned, and continue from the answer.
 
-What it keeps is in the optimiser's state beside the moments, divided like them and saved with them: `has`, a parameter
-as the server knows that this island has it, and `unsent`, what it has learned and not sent. Weights are a scale times
-these: weight decay is a number that all islands and the server keep, since in the deltas it would make every weight of
-every expert move. A step of the optimiser therefore decays nothing; an exchange does.
+The optimiser's state holds two more tensors for each parameter, divided and saved like the moments: `has` is the
+parameter as the server believes this island has it, and `unsent` holds what it learned and did not send. The
+weights are a scale times these tensors. Weight decay is one number that the server and all islands keep, because as
+part of the deltas it would move every weight of every expert. A step of the optimiser therefore decays nothing; an
+exchange does.
 
     start = scale * (has - unsent)    ... H steps ...    delta = (start - end) / scale
 
-Nothing is gathered but what is sent: each rank chooses among its own numbers and tells their places in the whole.
+Each rank chooses among its own numbers and names their places in the whole model, so only the sent numbers are
+gathered.
 """
 
 from __future__ import annotations
@@ -40,20 +42,20 @@ from training.parallel.collectives import all_reduce, box, broadcast, broadcast_
 from training.run.build import Run
 from upcycle import plugin
 
-LEAST = 0.1  # of the mean share: what an expert without tokens may send
-FED = 0.5  # of the mean: an expert with fewer tokens grows older
-OTHER = 7919  # between the seeds of islands' data
+LEAST = 0.1  # part of the mean share that an expert without tokens may send
+FED = 0.5  # part of the mean tokens; an expert with fewer grows older
+OTHER = 7919  # distance between the data seeds of two islands
 
 
 @dataclass
 class Part:
-    """What this rank holds of a parameter."""
+    """Hold this rank's part of a parameter."""
 
     slot: Slot
     place: Place
     box: list[tuple[int, int]]
-    owns: bool  # whether this rank tells it; others hold the same
-    rate: float  # of weight decay, at a learning rate of 1
+    owns: bool  # this rank sends it; other ranks may hold a copy
+    rate: float  # weight decay at a learning rate of 1
 
     @property
     def has(self) -> Tensor:
@@ -75,9 +77,9 @@ class Island:
         self.rule = plugin.load("training.islands.rules", self.config.rule)
         self.keeps = self.rule.KEEPS and self.config.keep
         self.seq, self.islands, self.number = 0, 1, 0
-        self.joined = False  # whether it has a model that it took from the server
-        self.decay = self.learned = 0.0  # sums of learning rates: of all exchanges, since the last one
-        self.steps = 0  # since the last exchange
+        self.joined = False  # it has taken a model from the server
+        self.decay = self.learned = 0.0  # sums of learning rates: up to the last exchange, and since then
+        self.steps = 0  # steps since the last exchange
         rates = run.optimizer.without_decay()
         slots = run.optimizer.slots
         for slot in slots:
@@ -105,7 +107,7 @@ class Island:
         self.link: Link | None = None
         self.name = self.config.name or Path(run.config.output).resolve().name
 
-    # ---- what a checkpoint holds beside the parameters' own
+    # ---- the part of a checkpoint that no parameter holds
 
     def state_dict(self) -> dict[str, Any]:
         names = ("seq", "islands", "number", "decay", "learned", "steps", "joined", "name")
@@ -116,13 +118,13 @@ class Island:
         self.decay, self.learned, self.steps = state["decay"], state["learned"], state["steps"]
         self.joined = state["joined"]
         self.ages.copy_(state["ages"])
-        if state["name"] != self.name:  # of a run that goes on under another name the server knows nothing
+        if state["name"] != self.name:  # the server does not know the new name
             self.seq, self.joined = 0, False
 
-    # ---- coming
+    # ---- joining
 
     def join(self) -> None:
-        """Comes to the server, or comes back. All ranks call this together."""
+        """Join the server, or join it again. All ranks call this together."""
         told: dict[str, Any] = {}
         problem = ""
         if self.run.leads:
@@ -139,21 +141,21 @@ class Island:
             return
         if self.joined and self.run.leads:
             warnings.warn(
-                f"the server does not remember what island {self.name} had after exchange {self.seq}; it takes the "
-                "whole model, and what it has learned since then and not sent is lost",
+                f"the server does not remember the state of island {self.name} after exchange {self.seq}; the island "
+                "takes the whole model and loses what it learned since then",
                 stacklevel=2,
             )
         self.take(told)
 
     @torch.no_grad()
     def take(self, told: dict[str, Any]) -> None:
-        """Takes the whole model from the server."""
+        """Take the whole model from the server."""
         self.number, self.islands, self.seq, self.decay = (told[key] for key in ("number", "islands", "seq", "decay"))
         self.learned, self.steps = 0.0, 0
         self.run.balance.load.since_NE.zero_()
         for part in self.parts:
             part.unsent.zero_()
-        # most islands come at the start, with the server's weights
+        # most islands join at the start and have the server's weights already
         alike = self.run.mesh.world == 1 and self.decay == 0 and self.digest() == told["model"]
         if alike:
             for part in self.parts:
@@ -175,7 +177,10 @@ class Island:
             data = self.ask(frames.TAKE, (4 * at).to_bytes(8, "little"))
             value = torch.frombuffer(bytearray(data), dtype=torch.float32)
             if len(value) != min(BLOCK // 4, self.layout.size - at):
-                raise ValueError("the server sent another part of the model than was asked for")
+                raise ValueError(
+                    f"the server sent {len(value)} numbers of the model, and {min(BLOCK // 4, self.layout.size - at)} "
+                    "were asked for; use the same version of the program on both sides"
+                )
             index = torch.arange(at, at + len(value))
             for part, where, which in self.own(index):
                 part.has[where] = value[which].to(part.has)
@@ -183,11 +188,11 @@ class Island:
     # ---- the loop
 
     def order(self, data: DataConfig) -> DataConfig:
-        """This island's order of the samples, which is no other island's."""
+        """Return the data config with this island's own order of the samples."""
         return replace(data, seed=data.seed + OTHER * self.number)
 
     def after(self, step: int, lr: float) -> dict[str, float]:
-        """To be called after every step, by all ranks; exchanges where one is due. Returns figures for the log."""
+        """Exchange if an exchange is due, and return figures for the log. All ranks call this after every step."""
         self.learned += lr
         self.steps += 1
         last = step == self.run.config.steps
@@ -203,7 +208,7 @@ class Island:
 
     @torch.no_grad()
     def exchange(self, all: bool = False) -> dict[str, float]:
-        """One push and its answer. `all`: with nothing kept back, on both sides."""
+        """Send one push and apply its answer. `all`: both sides send everything."""
         began = time.perf_counter()
         loads = self.loads()
         gain = self.config.gain or self.rule.gain(self.islands)
@@ -214,18 +219,18 @@ class Island:
             count += len(numbers.index)
             if self.run.leads:
                 writer.add(numbers, last)
-            del numbers  # of a whole model numbers would be most of the host's memory
+            del numbers  # the numbers of a whole model would fill most of the host's memory
         tokens = self.steps * self.run.config.batch * self.run.config.data.sequence
         head: dict[str, Any] = {"steps": self.steps, "tokens": tokens, "decay": self.learned * gain, "all": all}
         if self.moves_bias:
             head |= {"loads": loads.tolist(), "bias_rate": self.run.config.balance.bias_rate}
         size = self.layout.size
         data = center.join(head, *writer.parts()) if self.run.leads else b""
-        del writer  # as long as the push
+        del writer  # it is as large as the push
         try:
             answer = self.ask(frames.PUSH, data, self.seq + 1)
         except Again as error:
-            return self.anew(str(error))
+            return self.restart(str(error))
         del data
         told, rest = center.split(answer)
         self.seq += 1
@@ -255,24 +260,24 @@ class Island:
             figures |= {"bytes_up": self.link.bytes_up, "bytes_down": self.link.bytes_down}
         return {f"islands/{name}": float(value) for name, value in figures.items()}
 
-    def anew(self, reason: str) -> dict[str, float]:
-        """Takes the whole model where the server cannot go on."""
+    def restart(self, reason: str) -> dict[str, float]:
+        """Take the whole model after the server refused to continue from this island's state."""
         told: dict[str, Any] = {}
         if self.link is not None:
             warnings.warn(
-                f"{reason}; island {self.name} takes the whole model, and what it has learned since its last exchange "
-                "is lost",
+                f"{reason}; island {self.name} takes the whole model and loses what it learned since its last exchange",
                 stacklevel=2,
             )
-            told = self.link.introduce(self.longest, anew=True)
+            told = self.link.introduce(self.longest, empty=True)
         self.take(broadcast(told))
         return {}
 
     # ---- parts of an exchange
 
     def blocks(self, all: bool) -> Iterator[tuple[int, list[Part]]]:
-        """Parts of this rank in order of place, as many together as tell some NUMBERS, and where they end in the
-        whole: the same on all ranks."""
+        """Yield blocks of this rank's parts, in order of place, that send about NUMBERS numbers; and where each ends.
+
+        The ends are the same on all ranks."""
         parts = {part.place.name: part for part in self.parts}
         share = self.rule.SHARE or self.config.share
         block: list[Part] = []
@@ -287,7 +292,7 @@ class Island:
         yield self.layout.size, block
 
     def pushed(self, parts: Sequence[Part], shares: Tensor, gain: float, all: bool) -> list[Sparse]:
-        """What this rank sends of some parts."""
+        """Return what this rank sends of these parts."""
         sent: list[Sparse] = []
         for part in parts:
             scale = self.scale(part)
@@ -303,7 +308,7 @@ class Island:
 
     @property
     def longest(self) -> int:
-        """Bytes of the longest answer."""
+        """Return the bytes of the longest answer."""
         head = center.HEAD + 32 * len(self.layers) * self.experts
         return max(head + wire.most(self.layout.size), 2 * BLOCK)
 
@@ -311,7 +316,7 @@ class Island:
         return math.exp(-self.decay * part.rate)
 
     def write(self) -> None:
-        """The weights to go on with."""
+        """Write the weights that the next step starts from."""
         for part in self.parts:
             start = part.has - part.unsent if self.keeps else part.has
             master = local(part.slot.master)
@@ -319,7 +324,7 @@ class Island:
         copy_where_apart([local(p.slot.parameter) for p in self.parts], [local(p.slot.master) for p in self.parts])
 
     def own(self, index: Tensor) -> list[tuple[Part, Tensor, Tensor]]:
-        """Of places in the whole model, ascending: (part of this rank, where in it, which of the places)."""
+        """Find ascending places of the whole model in this rank: (part, places in the part, positions in `index`)."""
         found: list[tuple[Part, Tensor, Tensor]] = []
         if not len(index):
             return found
@@ -336,7 +341,7 @@ class Island:
         return found
 
     def loads(self) -> Tensor:
-        """Tokens by (layer, expert) since the last exchange, on all ranks, in host memory."""
+        """Return the tokens of all ranks since the last exchange, by (layer, expert), in host memory."""
         run = self.run
         table = torch.zeros(len(self.layers), self.experts, dtype=torch.int64, device=run.device)
         if self.here:
@@ -345,7 +350,9 @@ class Island:
         return all_reduce(table, run.mesh.group("pp")).cpu()
 
     def shares(self, loads: Tensor) -> Tensor:
-        """The share of each expert's numbers that is sent, by (layer, expert): by tokens, 1 for one that has waited."""
+        """Return the share of each expert's numbers to send, by (layer, expert).
+
+        It grows with the expert's tokens, and is 1 for an expert that has waited `islands.age` exchanges."""
         mean = loads.double().mean(1, keepdim=True).clamp(min=1)
         of_mean = loads / mean
         relative = of_mean.clamp(min=LEAST)
@@ -357,7 +364,7 @@ class Island:
         return shares
 
     def counts(self, part: Part, shares: Tensor, all: bool) -> Sequence[int]:
-        """How many numbers of each of a part's segments are sent."""
+        """Return how many numbers of each segment of a part are sent."""
         width = part.has.numel() // part.rows
         share = self.rule.SHARE or self.config.share
         if all or part.place.dense or share == 1:
@@ -369,7 +376,7 @@ class Island:
         return [share_of(width, min(float(shares[row, first + i]), 1.0)) for i in range(part.rows)]
 
     def merged(self, sent: list[Sparse]) -> Sparse:
-        """On rank 0, what all ranks send of a block, in order of place."""
+        """Gather on rank 0 what all ranks send of a block, in order of place."""
         index = torch.cat([each.index for each in sent]) if sent else torch.zeros(0, dtype=torch.int64)
         value = torch.cat([each.value for each in sent]) if sent else torch.zeros(0)
         sent.clear()
@@ -384,14 +391,16 @@ class Island:
                 tables.append(torch.cat([t[:n] for t, n in zip(there, counts, strict=True)]) if there else own)
             index, value = tables
         if not bool(value.isfinite().all()):
-            raise ValueError("this island's weights are not finite; start it anew with a lower schedule.peak")
-        if self.run.control is None:  # parts come in order of place
+            raise ValueError(
+                "this island's weights are not finite; start it in a new output with a lower schedule.peak"
+            )
+        if self.run.control is None:  # one rank's parts are in order already
             return Sparse(index, value)
         order = index.argsort()
         return Sparse(index[order], value[order])
 
     def ask(self, kind: int, data: bytes = b"", seq: int = 0) -> bytes:
-        """Rank 0 asks the server; all ranks return the answer, or raise what it raised."""
+        """Ask the server from rank 0; return the answer on all ranks, or raise rank 0's error on all."""
         answer, again, problem = b"", "", ""
         if self.link is not None:
             try:
@@ -413,7 +422,7 @@ class Island:
                 block.router.bias.copy_(torch.tensor(bias[self.layers.index(number)]))
 
     def norms(self) -> dict[str, float]:
-        """Size of what is not sent, as a share of the weights'."""
+        """Return the norm of the unsent numbers as a share of the weights' norm."""
         squares = [
             [float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2 for x in (part.unsent, part.has)]
             for part in self.parts

@@ -1,10 +1,10 @@
-"""What of a center is on the disk: a snapshot, and every event since, each there before it is answered.
+"""Keep the server's state on disk: a snapshot, and a log of every event since. An event is logged before its answer.
 
-    FOLDER/snapshot-3.safetensors    all of the state after events of logs 0 ... 2
+    FOLDER/snapshot-3.safetensors    the whole state after the events of logs 0 ... 2
     FOLDER/log-3                     length u64 | sha256 (16) | kind u8, seq u32, name length u16, name, data ...
 
-A server that is killed at any moment begins again from these, bit for bit, with the answers that it had given. A log's
-torn end is an event that nobody was told of; it is cut off. Once a log is as long as the model, a snapshot is written.
+A server that was killed restores its state and its answers from these files, bit for bit. The torn end of a log is an
+event that nobody was told of; it is cut off. A snapshot is written once a log is longer than the model.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from upcycle.io import disk, strict
 SNAPSHOT = re.compile(r"snapshot-(\d{1,9})\.safetensors", re.ASCII)
 RECORD = struct.Struct("<Q16s")
 EVENT = struct.Struct("<BIH")
-LEAST = 1 << 20  # bytes of a log that is not worth a snapshot
+LEAST = 1 << 20  # bytes of a log; a shorter one is not worth a snapshot
 
 
 class Journal:
-    """Only one process may have one; the caller holds the folder's lock."""
+    """Write and replay the log of a folder. Only one process may; the caller holds the folder's lock."""
 
     def __init__(self, folder: Path, center: Center) -> None:
-        """Brings `center`, which is new, to where the folder's server was."""
+        """Bring `center`, which is new, to the state that the folder holds."""
         self.folder, self.center = folder, center
         disk.make_folder(folder)
         disk.sweep(folder)
@@ -59,7 +59,7 @@ class Journal:
         return self.folder / f"snapshot-{number}.safetensors"
 
     def add(self, kind: int, name: str, seq: int = 0, data: bytes = b"") -> None:
-        """An event: first on the disk, then in the center."""
+        """Write an event to the disk, and then apply it to the center."""
         label = name.encode()
         event = EVENT.pack(kind, seq, len(label)) + label
         made = hashlib.sha256(event)
@@ -71,7 +71,7 @@ class Journal:
                 self.file.write(RECORD.pack(len(event) + len(data), digest) + event)
                 self.file.write(data)
                 self.sync()
-            except OSError:  # a full disk: what is half there must not stand before the next one
+            except OSError:  # the disk is full: half a record must not stand before the next one
                 self.file.seek(at)
                 self.file.truncate(at)
                 raise
@@ -88,7 +88,7 @@ class Journal:
             self.center.push(name, seq, data)
 
     def records(self) -> Iterator[tuple[tuple[int, str, int, bytes], int]]:
-        """(event, where it ends), up to the first that is torn."""
+        """Yield (event, where it ends) up to the first torn record."""
         size = os.fstat(self.file.fileno()).st_size
         self.file.seek(0)
         while True:
@@ -106,7 +106,7 @@ class Journal:
             yield (kind, name, seq, data[EVENT.size + letters :]), self.file.tell()
 
     def save(self) -> None:
-        """A snapshot, from which on a new log goes."""
+        """Write a snapshot and begin a new log."""
         tensors, facts = self.center.state()
         number = self.number + 1
         scratch = self.folder / f"{self.snapshot(number).name}.{os.getpid()}-00000000.upcycle.tmp"

@@ -1,7 +1,7 @@
-"""Where a number of the model is: parameters one after the other, by name, in one vector that no mesh divides.
+"""Give each number of the model a place in one vector, in which the parameters follow each other by name.
 
-A rank holds a box of each parameter. What it sends is told by places in the whole, so islands need not be divided
-alike, and nothing but what is sent is gathered.
+A rank holds a box of each parameter, and names what it sends by places in the whole model. So two islands may have
+different meshes, and only the sent numbers are gathered.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from training.islands.sparse import largest
 
-NUMBERS = 1 << 22  # that an exchange has as numbers at a time, or a tensor's; the rest of it is bytes
+NUMBERS = 1 << 22  # most numbers of an exchange that are tensors at once (or one parameter); the rest is bytes
 Box = Sequence[tuple[int, int]]  # [first, last) in each dimension
 
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter's place in the model's vector."""
+    """Name a parameter's place in the model's vector."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,12 +43,12 @@ class Place:
 
     @property
     def segments(self) -> int:
-        """Parts that are sent each by its own measure: an expert's matrix, or the tensor."""
+        """Return the number of parts whose largest numbers are chosen separately: experts' matrices, or the tensor."""
         return self.shape[0] if self.experts else 1
 
     @property
     def dense(self) -> bool:
-        """Whether it is sent whole: routers and norms are small, and all tokens need them."""
+        """Say whether the parameter is sent whole: routers and norms are small, and all tokens need them."""
         words = self.name.split(".")
         return not self.experts and (len(self.shape) < 2 or "router" in words or words[-1].endswith("bias"))
 
@@ -68,7 +68,7 @@ class Layout:
         return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
     def top(self, share: float) -> Callable[[Tensor], Tensor]:
-        """Of the whole model's vector, the places of each segment's largest numbers."""
+        """Return a function that finds the places of each segment's largest numbers in the model's vector."""
 
         def places(x: Tensor) -> Tensor:
             found = []
@@ -86,7 +86,7 @@ def share_of(width: int, share: float) -> int:
 
 
 def whole(index: Tensor, box: Box, shape: Sequence[int]) -> Tensor:
-    """Flat places in a box as flat places in the whole tensor; ascending ones stay so."""
+    """Turn flat places in a box into flat places in the whole tensor; the order stays the same."""
     if all((a, b) == (0, n) for (a, b), n in zip(box, shape, strict=True)):
         return index
     steps, out = 1, torch.zeros_like(index)
@@ -98,7 +98,7 @@ def whole(index: Tensor, box: Box, shape: Sequence[int]) -> Tensor:
 
 
 def inside(index: Tensor, box: Box, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(which of some flat places in the whole tensor lie in a box, and where in it these are)"""
+    """Return which flat places of the whole tensor lie in a box, and their flat places in the box."""
     steps, out, there = 1, torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool)
     for (first, last), size in zip(reversed(box), reversed(shape), strict=True):
         at = index % size

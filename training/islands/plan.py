@@ -1,7 +1,7 @@
-"""What islands send each other, before any of them runs: bytes and seconds of an exchange, dense ones beside it.
+"""Estimate the bytes and seconds of islands' exchanges before a run, and compare them with dense exchanges.
 
-Up is exact but for chunks that are filled unevenly. Down is what islands that choose at random would not have yet,
-1 - (1 - share) ** islands of the numbers (facts of our simulation: somewhat less, since they choose alike).
+Up is exact except for unevenly filled chunks. Down assumes that islands choose at random: an island lacks
+1 - (1 - share) ** islands of the numbers. Our simulation shows somewhat less, because islands choose alike.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from training.model.lora import attach
 from training.optim.slots import learning
 from upcycle.arch.spec import DenseSpec, MoESpec
 
-# bytes a number of an exchange of all numbers, as measured: its message and the copies of it that a socket needs; the
-# parts of it that are numbers at a time, and are no less than a tensor
+# measured bytes for each number of an exchange of all numbers: WHOLE while it is answered, with the copies that a
+# socket
+# needs; WRITTEN while it is written as bytes; PART for each number that is in a tensor at that time
 WHOLE, WRITTEN, PART = 9.0, 2.2, 36
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
 
 class Traffic(NamedTuple):
-    up: float  # bytes of an island's exchange
+    up: float  # bytes in one exchange of one island
     down: float
 
 
 def bits_a_second(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)b(?:it)?/s", text)
     if not found or not float(found[1]):
-        raise ValueError(f"link={text} is no speed; write bits a second, for instance link=1Gb/s or link=100Mb/s")
+        raise ValueError(f"link={text} is not a speed; write bits a second, for instance link=1Gb/s or link=100Mb/s")
     return float(found[1]) * UNITS[found[2]]
 
 
@@ -50,7 +51,7 @@ def layout_of(spec: DenseSpec | MoESpec, config: TrainConfig) -> Layout:
 
 
 def size_of(numbers: float, share: float) -> float:
-    """Bytes of a part of the model of which a share is told."""
+    """Return the bytes that a share of so many numbers takes in a message."""
     in_chunk = share * CHUNK
     places = 2 * in_chunk if in_chunk <= FEW else BITMAP
     return numbers / CHUNK * (2 + places + 2 * in_chunk)
@@ -71,12 +72,12 @@ def traffic(layout: Layout, config: IslandsConfig, islands: int) -> Traffic:
 
 
 def held(rule: str, islands: int, numbers: int) -> int:
-    """Bytes of the server: the model and what each island has of it; of diloco the outer momentum and a round's sum."""
+    """Return the server's bytes: the model, each island's copy, and diloco's outer momentum and sum of a round."""
     return 4 * numbers * (1 + islands + (2 if rule == "diloco" else 0))
 
 
 def everything(layout: Layout) -> float:
-    """Bytes of a host at an exchange of all numbers: while a push is written from numbers, or while it is answered."""
+    """Return a host's bytes at an exchange of all numbers: the larger of writing a push and answering it."""
     largest = max(place.size for place in layout.places.values())
     return max(WRITTEN * layout.size + PART * largest, WHOLE * layout.size + PART * min(NUMBERS, layout.size))
 

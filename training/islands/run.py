@@ -1,4 +1,4 @@
-"""A server from a config: the model as an island would begin with it, in one vector; and the model made of it again."""
+"""Run a server of islands from a config, export its model, and try islands on one machine."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ Ready = Callable[[Server], Callable[[], bool]]
 
 
 def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> tuple[str, bool]:
-    """A server until all islands have left, or it is asked to stop; returns what to say, and whether all have. Where
-    all had left before it only exports, if that is still to be done. `ready`: told when it listens, and returns what
-    says that it should stop."""
+    """Serve until all islands have left or the server is asked to stop; return a sentence, and whether all have left.
+
+    If all had left before, only write a missing export. `ready` is called when the server listens, and returns a
+    function that says whether it should stop."""
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for what the server keeps")
     check_writable("output", Path(config.output))
     check_own(Path(config.output))
     folder = Path(config.output) / ISLANDS
-    if not folder.exists():  # else its journal says whether the export may be this server's own
+    if not folder.exists():  # otherwise the journal says whether the export may be this server's own
         check_export(config, 0)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("a server of islands is one process; start it without torchrun")
@@ -78,7 +79,7 @@ def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> t
 
 
 def made(config: TrainConfig, origin: Origin, mesh: ParallelMesh) -> Decoder:
-    """The model of step 0, on this process alone."""
+    """Make the model of step 0 in this process alone."""
     alone = replace(config.model, recompute="none", compile=False, transformer_engine=(), expert_backend=SPECIFICATION)
     spec = origin.spec
     layers = range(origin.dense.layers)
@@ -111,13 +112,13 @@ def routers(model: Decoder) -> list[Tensor]:
 
 
 def bias_of(config: TrainConfig, model: Decoder) -> Tensor | None:
-    """The routers' selection biases, where load moves them."""
+    """Return the routers' selection biases (layers, experts), or None where load does not move them."""
     return torch.stack(routers(model)) if config.balance.bias_rate else None
 
 
 @torch.no_grad()
 def filled(config: TrainConfig, model: Decoder, center: Center) -> Decoder:
-    """The model with the server's weights."""
+    """Fill a model with the server's weights."""
     for name, parameter in learned(model).items():
         place = center.layout.places[name]
         slot = make_slot(config.optim, name, parameter, {})
@@ -133,7 +134,7 @@ def filled(config: TrainConfig, model: Decoder, center: Center) -> Decoder:
 
 
 def local(config: TrainConfig, words: Sequence[str]) -> str:
-    """A server and its islands as processes of this machine: OUTPUT/islands, OUTPUT/island-0, ..."""
+    """Run a server and its islands as processes of this machine, in OUTPUT/islands, OUTPUT/island-0 and so on."""
     folder, count = Path(config.output), config.islands.local
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for the islands' folders")
@@ -155,7 +156,7 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
             ]  # fmt: skip
             command = again("train", *words, *more)
             islands.append(subprocess.Popen(command, env=environment))
-        # none may be missed: the others would wait for it, or train without it
+        # end if any island fails: the others would wait for it, or train without it
         return lambda: (
             any(island.poll() not in (None, 0) for island in islands) or all(island.poll() == 0 for island in islands)
         )
@@ -169,12 +170,12 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
                 island.terminate()
         codes = [island.wait() for island in islands]
     if any(codes):
-        raise ValueError(f"{sum(map(bool, codes))} of {count} islands ended early; the same command goes on")
-    for number in range(count) if done and not islands else ():  # all had left before
+        raise ValueError(f"{sum(map(bool, codes))} of {count} islands ended early; run the same command to continue")
+    for number in range(count) if done and not islands else ():  # all had left in an earlier run
         saved = found(folder / f"island-{number}" / CHECKPOINTS)
         if saved and step_of(saved[0]) < config.steps:
             raise ValueError(
-                f"steps={config.steps}, and the islands in {folder} have left for good after {step_of(saved[0])}; for "
-                "more steps choose another output, and their export as model.source"
+                f"steps={config.steps}, and the islands in {folder} left for good after {step_of(saved[0])}; for more "
+                "steps choose another output, and set model.source to their export"
             )
     return f"{folder} is trained: {said}; the islands are in {folder}/island-0 and so on"

@@ -1,5 +1,4 @@
-"""An island's end of the socket: asks until it is answered, through lost connections, lost answers and a server that
-restarts."""
+"""Ask the server until it answers, through lost connections, lost answers and restarts of the server."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from upcycle.cli.frame import printable
 from upcycle.io import strict
 
 T = TypeVar("T")
-PAUSE = 0.1, 5.0  # seconds before the second try, and at most
+PAUSE = 0.1, 5.0  # seconds before the second try, and the longest pause
 SECONDS = 30.0  # to connect
 
 
 def context_of(config: IslandsConfig, *, server: bool) -> ssl.SSLContext | None:
-    """TLS, where a certificate or an authority is given. A server shows a certificate, an island one if it is asked."""
+    """Return a TLS context if a certificate or an authority is given; an island shows its certificate only if asked."""
     if not (config.certificate or config.authority):
         return None
     if server and not config.certificate:
@@ -48,14 +47,14 @@ def context_of(config: IslandsConfig, *, server: bool) -> ssl.SSLContext | None:
 
 class Link:
     def __init__(self, config: IslandsConfig, secret: bytes, who: dict[str, Any], seq: int) -> None:
-        """`who`: name, layout, rule, and whether it has a model that it took. `seq`: answers that it has had."""
+        """`who`: the island's name, layout and rule, and whether it has taken a model. `seq`: answers it has had."""
         self.config, self.secret, self.who, self.seq = config, secret, {"has": False, **who}, seq
         self.address = address(config.join, "islands.join")
         self.tls = context_of(config, server=False)
         self.bucket = Bucket(config.throttle * 1e9 / 8)
         self.channel: Channel | None = None
         self.most = frames.SENTENCE
-        self.before = [0, 0]  # bytes of connections that have ended
+        self.before = [0, 0]  # bytes up and down of connections that have ended
 
     @property
     def bytes_up(self) -> int:
@@ -65,24 +64,23 @@ class Link:
     def bytes_down(self) -> int:
         return self.before[1] + (self.channel.received if self.channel else 0)
 
-    def introduce(self, most: int, *, anew: bool = False) -> dict[str, Any]:
-        """Says who comes; returns what the server says to that. `most`: bytes of the longest message from now on.
-        `anew`: with nothing that it has had."""
+    def introduce(self, most: int, *, empty: bool = False) -> dict[str, Any]:
+        """Introduce this island and return the server's welcome. `most`: bytes of the longest message from now on.
+
+        `empty`: join with nothing, and take the whole model."""
         self.most = most
-        if anew:
+        if empty:
             self.seq, self.who["has"] = 0, False
         told = self.persist(lambda: self.connected(fresh=True))
         if not told["goes_on"] and self.who["has"]:
             self.seq, self.who["has"] = 0, False
             told = self.persist(lambda: self.connected(fresh=True))
-        self.who["has"] = True  # from now on; what it still has to take, the server keeps for it
+        self.who["has"] = True  # the server keeps the model for it until it is taken
         self.seq = told["seq"] if not told["goes_on"] else self.seq
         return told
 
     def ask(self, kind: int, payload: bytes = b"", seq: int = 0) -> bytes:
-        """Asks, again and again if it must, and returns the answer. Raises Again where this island must take the whole
-        model."""
-
+        """Ask until the server answers, and return the answer. Raise Again if this island must take the whole model."""
         return self.persist(lambda: self.once(kind, payload, seq))
 
     def once(self, kind: int, payload: bytes, seq: int) -> bytes:
@@ -95,11 +93,11 @@ class Link:
         if frame.kind == NO:
             raise Refused(f"the server refused: {sentence(frame.payload)}")
         if frame.kind != OK or frame.seq != seq:
-            raise Cut("the server answered something else")
+            raise Cut("the server answered another question")
         return frame.payload
 
     def leave(self) -> None:
-        """Says that this island is at its end. One that cannot say so is missed, and that is all."""
+        """Tell the server that this island has finished; do nothing if the server cannot be reached."""
         with suppress(Again, Refused):
             self.persist(lambda: self.once(frames.LEAVE, b"", self.seq), 0.5)
         self.close()
@@ -114,8 +112,8 @@ class Link:
                 self.close()
                 if time.monotonic() - first > minutes * 60:
                     raise ValueError(
-                        f"the server of islands at {self.config.join} was not to be reached for "
-                        f"{minutes:g} minutes ({error}); start it, or look at islands.join"
+                        f"the server of islands at {self.config.join} did not answer for {minutes:g} minutes "
+                        f"({error}); start it, or correct islands.join"
                     ) from None
                 time.sleep(pause)
                 pause = min(2 * pause, PAUSE[1])
@@ -131,7 +129,7 @@ class Link:
                     sock = self.tls.wrap_socket(sock, server_hostname=self.address[0])
                 except ssl.SSLError as error:
                     why = error.reason or error
-                    raise Refused(f"TLS with {self.config.join} failed ({why}); look at the certificates") from None
+                    raise Refused(f"TLS with {self.config.join} failed ({why}); check the certificates") from None
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             channel = Channel(sock, self.bucket)
             channel.meet(self.secret)
@@ -147,7 +145,7 @@ class Link:
             raise
         self.channel = channel
         if not fresh and told.get("goes_on") is not True:
-            raise Again("the server does not remember what this island has")
+            raise Again("the server does not remember this island's state")
         return told
 
     def close(self) -> None:

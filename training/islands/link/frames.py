@@ -1,12 +1,13 @@
-"""Bytes on a socket that are from whom they say they are: a handshake over a shared secret, then frames with sums.
+"""Authenticate both ends of a socket by a shared secret, and then exchange frames with sums.
 
     server: MAGIC nonce     island: MAGIC nonce proof     server: proof
 
     frame: length u64 | kind u8 | seq u32 | number u32 | sum of these | payload | sum of the payload
 
-A sum is an HMAC-SHA256 of 16 bytes with the connection's own key, and counts the frames of its direction: a frame that
-was changed, cut, moved, doubled or kept from another connection is none. The header's own sum is read before the length
-is believed. Nothing is secret in this; TLS goes around it where that matters.
+A sum is 16 bytes of an HMAC-SHA256 with the connection's own key, over the frame and its number in this direction. A
+frame that was changed, cut, moved, doubled or kept from another connection is refused. The header's sum is checked
+before
+its length is used. Frames are not encrypted; TLS can go around them.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from typing import NamedTuple
 
 VERSION = 1
 MAGIC = b"UPISLES" + bytes([VERSION])
-SORRY = b"SORRY\0\0\0"  # in place of the server's proof, with a sentence behind it
+SORRY = b"SORRY\0\0\0"  # a refusal instead of the server's proof; a sentence follows
 HEADER = struct.Struct("<QBII")
 NONCE, PROOF, SUM = 32, 32, 16
-SENTENCE = 512  # bytes of a refusal
-LEAST = 16  # bytes of a secret
+SENTENCE = 512  # most bytes of a refusal
+LEAST = 16  # least bytes of a secret
 BLOCK = 1 << 20
 
-JOIN, TAKE, PUSH, LEAVE, OK, AGAIN, NO = range(1, 8)  # kinds: an island's, and what it is answered
+JOIN, TAKE, PUSH, LEAVE, OK, AGAIN, NO = range(1, 8)  # kinds of frames: four from an island, three answers
 
 
 class Cut(ConnectionError):
-    """The other side is gone, or what came is not from it. A new connection may do."""
+    """Say that the other side is gone or that its bytes are wrong; a new connection may help."""
 
 
 class Refused(ValueError):
-    """The other side said in a sentence why it will not."""
+    """Hold the sentence with which the other side refused."""
 
 
 class Frame(NamedTuple):
@@ -48,10 +49,10 @@ class Frame(NamedTuple):
 
 
 class Bucket:
-    """Slows a link down to so many bytes a second, both ways alike, as a slow line would. 0: not at all."""
+    """Slow a link down to `rate` bytes a second in both directions together; 0: do not."""
 
     def __init__(self, rate: float, burst: float = 0.02) -> None:
-        self.rate, self.burst = rate, burst  # seconds that may go through at once
+        self.rate, self.burst = rate, burst  # burst: seconds of traffic that may pass at once
         self.free = time.monotonic()  # when the line is free again
 
     def take(self, count: int) -> None:
@@ -63,11 +64,11 @@ class Bucket:
 
 
 class Channel:
-    """One end of a connection, after the handshake."""
+    """Be one end of a connection: read and write bytes, shake hands, exchange frames."""
 
     def __init__(self, sock: socket.socket, bucket: Bucket | None = None) -> None:
         self.sock, self.bucket = sock, bucket or Bucket(0)
-        self.sent = self.received = 0  # bytes, all of them
+        self.sent = self.received = 0  # bytes
         self.out_key = self.in_key = b""
         self.out_count = self.in_count = 0
 
@@ -86,7 +87,7 @@ class Channel:
             self.sent += len(part)
 
     def read(self, count: int) -> bytes:
-        """Exactly so many bytes. Memory grows with what has come, not with what was announced."""
+        """Read exactly `count` bytes. Memory grows with the bytes that came, not with `count`."""
         data = bytearray()
         step = BLOCK if not self.bucket.rate else max(int(self.bucket.rate * 0.01), 256)
         while len(data) < count:
@@ -112,16 +113,16 @@ class Channel:
         self.out_count += 1
 
     def receive(self, most: int) -> Frame:
-        """The next frame, with a payload of at most so many bytes."""
+        """Return the next frame, with a payload of at most `most` bytes."""
         header = self.read(HEADER.size)
         if not hmac.compare_digest(self.read(SUM), self.total(self.in_key, self.in_count, b"h", header)):
-            raise Cut("a frame's header is not what was sent")
+            raise Cut("a frame's header has a wrong sum")
         length, kind, seq, number = HEADER.unpack(header)
         if length > most:
-            raise Cut(f"a frame of {length} bytes came, and none is longer than {most}")
+            raise Cut(f"a frame of {length} bytes came; the longest may have {most}")
         payload = self.read(length)
         if not hmac.compare_digest(self.read(SUM), self.total(self.in_key, self.in_count, b"p", payload)):
-            raise Cut("a frame is not what was sent")
+            raise Cut("a frame has a wrong sum")
         self.in_count += 1
         return Frame(kind, seq, number, payload)
 
@@ -131,16 +132,20 @@ class Channel:
         made.update(data)
         return made.digest()[:SUM]
 
-    # ---- who is there
+    # ---- the handshake
 
     def greet(self, secret: bytes) -> None:
-        """The server's side of the handshake. Raises a ValueError for a stranger, who is told in a sentence."""
+        """Do the server's side of the handshake; tell a stranger why in a sentence, and raise it as a ValueError."""
         nonce = os.urandom(NONCE)
         self.write(MAGIC + nonce)
         magic = self.read(len(MAGIC))
         if magic != MAGIC:
             older = magic[:-1] == MAGIC[:-1]
-            said = f"this server speaks version {VERSION} of islands, not {magic[-1]}" if older else "this is no island"
+            said = (
+                f"this server speaks version {VERSION} of islands, not {magic[-1]}"
+                if older
+                else "the caller is not an island"
+            )
             self.sorry(f"{said}; use the same version of the program on both sides")
         theirs, proof = self.read(NONCE), self.read(PROOF)
         if not hmac.compare_digest(proof, hmac.digest(secret, b"island" + nonce + theirs, "sha256")):
@@ -151,7 +156,7 @@ class Channel:
     def sorry(self, sentence: str) -> None:
         text = sentence.encode()[:SENTENCE]
         self.write(SORRY + len(text).to_bytes(2, "little") + text)
-        with contextlib.suppress(OSError):  # what is not read would take the sentence with it
+        with contextlib.suppress(OSError):  # closing with unread bytes would destroy the sentence
             self.sock.shutdown(socket.SHUT_WR)
             self.sock.settimeout(1.0)
             for _ in range(16):
@@ -160,10 +165,10 @@ class Channel:
         raise Refused(sentence)
 
     def meet(self, secret: bytes) -> None:
-        """The island's side of the handshake."""
+        """Do the island's side of the handshake."""
         magic = self.read(len(MAGIC))
         if magic[:-1] != MAGIC[:-1]:
-            raise Refused("what listens there is no server of islands; look at islands.join")
+            raise Refused("another program than a server of islands listens there; correct islands.join")
         nonce, mine = self.read(NONCE), os.urandom(NONCE)
         self.write(MAGIC + mine + hmac.digest(secret, b"island" + nonce + mine, "sha256"))
         answer = self.read(len(MAGIC))
@@ -182,11 +187,11 @@ class Channel:
 
 
 def secret_of(file: str) -> bytes:
-    """The secret in a file, without the space around it."""
+    """Read the secret from a file, without the space around it."""
     if not file:
         raise ValueError(
-            "islands.secret is not set; write a file with at least 16 random bytes (openssl rand -hex 32 > FILE), give "
-            "a copy to every island, and its name in islands.secret"
+            "islands.secret is not set; write a file with at least 16 random bytes (openssl rand -hex 32 > FILE), copy "
+            "it to every island, and set islands.secret to its name"
         )
     secret = Path(file).read_bytes()[: 1 << 16].strip()
     if len(secret) < LEAST:

@@ -1,4 +1,4 @@
-"""Sockets around a center: a thread a connection, one lock, and nothing that grows with what strangers send."""
+"""Serve a center over sockets: one thread for each connection, one lock, and bounded memory for strangers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from training.islands.link.frames import AGAIN, JOIN, LEAVE, NO, OK, PUSH, TAKE,
 from upcycle.cli.frame import printable
 from upcycle.io import strict
 
-BLOCK = 4 << 20  # bytes of the model at a time
-STRANGERS = 32  # connections that have not yet shown the secret
-SECONDS = 10.0  # that a stranger has for it
+BLOCK = 4 << 20  # bytes of the model in one answer
+STRANGERS = 32  # most connections that have not shown the secret yet
+SECONDS = 10.0  # seconds for a stranger to show the secret
 STALL = 120.0  # seconds without a byte in the middle of a frame
 LETTERS = re.compile(r"[A-Za-z0-9._-]{1,%d}" % NAME, re.ASCII)  # noqa: UP031
 
@@ -32,13 +32,13 @@ LETTERS = re.compile(r"[A-Za-z0-9._-]{1,%d}" % NAME, re.ASCII)  # noqa: UP031
 class Server:
     def __init__(self, center: Center, journal: Journal, config: IslandsConfig, secret: bytes) -> None:
         self.center, self.journal, self.config, self.secret = center, journal, config, secret
-        self.changed = threading.Condition()  # around center and journal
+        self.changed = threading.Condition()  # guards center and journal
         self.strangers = threading.BoundedSemaphore(STRANGERS)
-        self.deadlines: dict[socket.socket, float] = {}  # of strangers
+        self.deadlines: dict[socket.socket, float] = {}  # when a stranger's connection is closed
         self.connections: dict[str, Channel] = {}
-        self.last: dict[str, float] = {}  # when an island was heard last
+        self.last: dict[str, float] = {}  # when an island was last heard
         self.ending = False
-        self.failed: BaseException | None = None  # of the disk: nothing goes on without it
+        self.failed: BaseException | None = None  # an error of the disk, which ends the server
         self.tls = context_of(config, server=True)
         host, port = address(config.listen, "islands.listen")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -46,14 +46,14 @@ class Server:
             self.listener = socket.create_server((host, port), family=family, backlog=64)
         except OSError as error:
             why = error.strerror or error
-            raise ValueError(f"islands.listen={config.listen} cannot be listened on ({why}); take another") from None
+            raise ValueError(f"islands.listen={config.listen} cannot be used ({why}); choose another port") from None
 
     @property
     def port(self) -> int:
         return int(self.listener.getsockname()[1])
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Until `stop` says so, or all islands have left."""
+        """Serve until `stop` says so, or all islands have left."""
         accepting = threading.Thread(target=self.accept, daemon=True)
         accepting.start()
         try:
@@ -61,13 +61,13 @@ class Server:
             while not (stop() or self.ending or done or self.failed):
                 with self.changed:
                     self.changed.wait(0.2)
-                    with contextlib.suppress(Cut):  # the disk, which `failed` tells
+                    with contextlib.suppress(Cut):  # an error of the disk is in `failed`
                         self.expel()
                     done = self.center.done
                 for sock, until in list(self.deadlines.items()):
                     if time.monotonic() > until:
                         shut(sock)
-            with self.changed:  # the last one is still to be told that it has left
+            with self.changed:  # the last island still waits for the answer to its leave
                 self.changed.wait_for(lambda: not self.connections, 5.0 if done else 0.0)
         finally:
             self.close()
@@ -83,7 +83,7 @@ class Server:
             self.changed.notify_all()
 
     def expel(self) -> None:
-        """An island that has been silent for too long holds up no round any more. It may come back."""
+        """Let islands leave that hold up a round and have been silent for too long. They may come back."""
         now = time.monotonic()
         waiting = any(member.waits for member in self.center.members.values())
         for name, member in self.center.members.items():
@@ -91,7 +91,7 @@ class Server:
                 return
             heard = self.last.setdefault(name, now)
             if member.here and not member.waits and now - heard > self.config.patience * 60:
-                print(f"island {name} was silent for {self.config.patience:g} minutes; the others go on", flush=True)
+                print(f"island {name} was silent for {self.config.patience:g} minutes; the others continue", flush=True)
                 self.event(LEAVE, name)
 
     def accept(self) -> None:
@@ -106,10 +106,10 @@ class Server:
             threading.Thread(target=self.talk, args=(sock,), daemon=True).start()
 
     def talk(self, sock: socket.socket) -> None:
-        """All of a connection."""
+        """Serve one connection from its first byte to its last."""
         plain, name = sock, ""
         try:
-            # a deadline (in `run`), not only a timeout of each read: bytes one by one would keep a stranger for good
+            # a deadline (in `run`) and not only a timeout of each read: a stranger could send a byte from time to time
             self.deadlines[plain] = time.monotonic() + SECONDS
             try:
                 sock.settimeout(SECONDS)
@@ -138,12 +138,12 @@ class Server:
             sock.close()
 
     def introduced(self, channel: Channel) -> str:
-        """Answers the first frame, which says who comes and what it has; returns its name."""
+        """Answer the first frame, in which an island introduces itself; return its name."""
         frame = channel.receive(frames.SENTENCE)
         try:
             if frame.kind != JOIN:
-                raise ValueError(f"a connection begins with frame {frame.kind}; it begins with {JOIN}")
-            asked = strict.parse_object(frame.payload, "who comes")
+                raise ValueError(f"a connection begins with a frame of kind {frame.kind}; it must begin with {JOIN}")
+            asked = strict.parse_object(frame.payload, "an island's introduction")
             name = asked.get("name")
             if not isinstance(name, str) or not LETTERS.fullmatch(name):
                 raise ValueError(
@@ -158,14 +158,14 @@ class Server:
             with self.changed:
                 has = asked.get("has") is True
                 goes_on = has and self.center.knows(name, frame.seq)
-                if has and not goes_on:  # it may have left; if it wants to be here, it comes with nothing
+                if has and not goes_on:  # the server forgot its state; it may join again with nothing
                     channel.send(OK, payload=b'{"goes_on": false}')
-                    raise Cut(f"island {name} cannot go on from where it is")
+                    raise Cut(f"island {name} cannot continue from its state")
                 if not goes_on:
                     self.event(JOIN, name)
                 member = self.center.members[name]
                 before = self.connections.get(name)
-                if before is not None:  # its process has died, or two have one name
+                if before is not None:  # the old process has died, or two islands have one name
                     self.drop(before)
                 self.connections[name] = channel
                 told: dict[str, object] = {
@@ -201,7 +201,7 @@ class Server:
                     if member.here and member.seq == frame.seq:
                         self.event(LEAVE, name)
                 else:
-                    raise ValueError(f"there is no frame of kind {frame.kind}")
+                    raise ValueError(f"a frame of kind {frame.kind} came; use the same version on both sides")
                 self.last[name] = time.monotonic()
         except Again as error:
             kind, data = AGAIN, str(error).encode()[: frames.SENTENCE]
@@ -213,9 +213,9 @@ class Server:
         member = self.center.members[name]
         data = self.center.answer(name, frame.seq, frame.payload)
         if data is None and member.seq < frame.seq:
-            self.center.read(frame.payload)  # what is no push is refused before it is an event
+            self.center.read(frame.payload)  # a bad push is refused before it is an event
             self.event(PUSH, name, frame.seq, frame.payload)
-        while data is None:  # a round goes on
+        while data is None:  # a round is not over
             data = self.center.answer(name, frame.seq, frame.payload)
             if data is None:
                 self.changed.wait(0.5)
@@ -224,9 +224,9 @@ class Server:
         return data
 
     def part(self, member: Member, payload: bytes) -> bytes:
-        """Of what an island has, the bytes from a place on."""
+        """Return BLOCK bytes of an island's copy of the model, from the place that the payload names."""
         if len(payload) != 8 or not member.here:
-            raise Again("there is nothing for this island to take")
+            raise Again("the server has no copy of the model for this island")
         at = int.from_bytes(payload, "little")
         return memoryview(self.center.rule.has[member.number].numpy()).cast("B")[at : at + BLOCK].tobytes()
 

@@ -1,13 +1,13 @@
-"""A few numbers of a model as bytes: 4 each where they are few, 2 to 3 where they are many.
+"""Encode a few numbers of a model as bytes: 4 for each where they are few, 2 to 3 where they are many.
 
     chunks u32 | count u16 a chunk | place in its chunk u16 ... | bitmaps, 512 bytes each | value bfloat16 ...
 
-The model is cut into chunks of 4,096 numbers. A chunk with more than 256 of them has a bitmap, which is shorter than
-their places. Everything is little-endian and in order of place. A GPU's numbers leave it as bytes.
+The model is cut into chunks of 4,096 numbers. A chunk with more than 256 sent numbers has a bitmap, which is shorter
+than their places. Everything is little-endian and in order of place. A GPU encodes its own numbers.
 
-`decode` reads what a stranger may have written: sizes are compared with the bytes that are there before anything is
-made of them, and what is made is bounded by those bytes and by the model. A message of a whole model would be forty
-bytes a number as tables: `Writer` and `pieces` have it in parts, so that all of it is only ever there as bytes.
+`decode` reads bytes that a stranger may have written. It compares every size with the length of the message before it
+uses the size, and its memory is bounded by the message and by the model. A whole model as tables would take forty bytes
+for each number, so `Writer` and `pieces` work on one part at a time and the rest stays bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from training.islands.places import NUMBERS
 from training.islands.sparse import Sparse
 
 CHUNK = 4096
-FEW = 256  # as many places in a chunk take as many bytes as its bitmap
+FEW = 256  # this many places in a chunk take as many bytes as its bitmap
 BITMAP = CHUNK // 8
 PIECE = NUMBERS // CHUNK  # chunks that are read together
-GATHER = 0x0102040810204080  # times eight bytes of one bit each: its highest byte has these bits, the first one lowest
+GATHER = (
+    0x0102040810204080  # a product with it packs eight bytes of one bit each into the highest byte, first bit lowest
+)
 
 
 def chunks_of(size: int) -> int:
@@ -32,26 +34,26 @@ def chunks_of(size: int) -> int:
 
 
 def most(size: int) -> int:
-    """Bytes of the longest message about a model of `size` numbers."""
+    """Return the bytes of the longest message about a model of `size` numbers."""
     return 4 + chunks_of(size) * (2 + BITMAP) + 2 * size
 
 
 class Writer:
-    """A message made of parts in order of place, so that no more than one part is there as numbers."""
+    """Make a message from parts in order of place, so that only one part at a time is held as numbers."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.at = size, 0  # chunks that are written
-        self.late = Sparse(torch.zeros(0, dtype=torch.int64), torch.zeros(0))  # of a chunk that is not whole yet
+        self.size, self.at = size, 0  # at: chunks that are written
+        self.late = Sparse(torch.zeros(0, dtype=torch.int64), torch.zeros(0))  # numbers of a chunk that is not complete
         self.sections: tuple[list[bytes], ...] = ([], [], [], [])
 
     def add(self, sparse: Sparse, upto: int) -> None:
-        """The next numbers, of places below `upto`."""
+        """Add the next numbers, with places below `upto`."""
         index, value = sparse.index, sparse.value
         if len(self.late.index):
             index, value = torch.cat([self.late.index.to(index), index]), torch.cat([self.late.value.to(value), value])
         end = chunks_of(self.size) if upto >= self.size else upto // CHUNK
         ready = int(torch.searchsorted(index, end * CHUNK))
-        self.late = Sparse(index[ready:].clone(), value[ready:].clone())  # not the storage that they are a part of
+        self.late = Sparse(index[ready:].clone(), value[ready:].clone())  # a view would keep the whole storage
         if end > self.at:
             found = sections(Sparse(index[:ready] - self.at * CHUNK, value[:ready]), end - self.at)
             for table, data in zip(self.sections, found, strict=True):
@@ -59,8 +61,8 @@ class Writer:
             self.at = end
 
     def parts(self) -> list[bytes]:
-        """The message, to be joined."""
-        assert self.at == chunks_of(self.size), "some of the model was not told"
+        """Return the message as pieces that the caller joins."""
+        assert self.at == chunks_of(self.size), "the last parts of the model are missing"
         return [self.at.to_bytes(4, "little"), *(data for table in self.sections for data in table)]
 
 
@@ -71,7 +73,7 @@ def encode(sparse: Sparse, size: int) -> bytes:
 
 
 def sections(sparse: Sparse, chunks: int) -> tuple[bytes, ...]:
-    """Counts, places, bitmaps and values of so many chunks."""
+    """Return the counts, places, bitmaps and values of so many chunks as bytes."""
     index = sparse.index
     count = torch.searchsorted(index, torch.arange(chunks + 1, device=index.device) << 12).diff()
     dense = count > FEW
@@ -93,16 +95,18 @@ def sections(sparse: Sparse, chunks: int) -> tuple[bytes, ...]:
 
 
 def decode(data: bytes | memoryview, size: int, device: torch.device | str = "cpu") -> Sparse:
-    """The numbers, in float32. Raises a ValueError for bytes that `encode` does not write about a model of `size`."""
+    """Return a message's numbers in float32; raise a ValueError for bytes that `encode` cannot have written."""
     found = list(pieces(data, size, device))
     return Sparse(*(torch.cat(parts) for parts in zip(*((each.index, each.value) for each in found), strict=True)))
 
 
 def pieces(data: bytes | memoryview, size: int, device: torch.device | str = "cpu") -> Iterator[Sparse]:
-    """What `decode` returns, one part of the model after the other; it raises before or at the part that is wrong."""
+    """Yield what `decode` returns in parts of the model; raise at or before the first wrong part."""
     chunks, view = chunks_of(size), memoryview(data)
     if len(data) < 4 + 2 * chunks or int.from_bytes(view[:4], "little") != chunks:
-        raise ValueError(f"a message of {len(data)} bytes is not about a model of {size} numbers; are both the same?")
+        raise ValueError(
+            f"a message of {len(data)} bytes does not fit a model of {size} numbers; start both with the same config"
+        )
     count = copied(view[4 : 4 + 2 * chunks]).view(torch.int16).long() & 0xFFFF
     dense = count > FEW
     total, few, number = torch.stack([count.sum(), count[~dense].sum(), dense.sum()]).tolist()
@@ -110,7 +114,9 @@ def pieces(data: bytes | memoryview, size: int, device: torch.device | str = "cp
     at_bits = at_places + 2 * few
     at_values = at_bits + BITMAP * number
     if len(data) != at_values + 2 * total:
-        raise ValueError(f"a message of {len(data)} bytes says that it has {total} numbers, which take other bytes")
+        raise ValueError(
+            f"a message has {len(data)} bytes, and the {total} numbers that it announces take {at_values + 2 * total}"
+        )
     for first in range(0, chunks, PIECE):
         here, thick = count[first : first + PIECE], dense[first : first + PIECE]
         total, few, number = torch.stack([here.sum(), here[~thick].sum(), thick.sum()]).tolist()
@@ -128,7 +134,7 @@ def copied(data: memoryview) -> Tensor:
 
 
 def piece(count: Tensor, dense: Tensor, places: Tensor, bits: Tensor, values: Tensor, size: int) -> Sparse:
-    """Of chunks with these counts, their numbers; places are from the first of these chunks on, and below `size`."""
+    """Return the numbers of chunks with these counts; places count from the first chunk and are below `size`."""
     chunks, few, number, total = len(count), len(places) // 2, len(bits) // BITMAP, len(values) // 2
     place = places.view(torch.int16)
     bases = torch.arange(chunks, device=count.device) << 12
@@ -140,20 +146,20 @@ def piece(count: Tensor, dense: Tensor, places: Tensor, bits: Tensor, values: Te
         there = (bits[:, None] >> shifts & 1).view(-1).nonzero().view(-1)
         rows = torch.arange(number + 1, device=count.device) << 12
         if bool((torch.searchsorted(there, rows).diff() != count[dense]).any()):
-            raise ValueError("a message's bitmaps hold other counts than it says")
+            raise ValueError("a message's bitmaps do not hold the counts that it announces")
         if number < chunks:
             there += torch.repeat_interleave(bases[dense] - rows[:-1], count[dense], output_size=total - few)
         index = mixed(torch.repeat_interleave(dense, count, output_size=total), there, index) if few else there
     if not ordered or (total and int(index[-1]) >= size):
-        raise ValueError("a message's places are not in order, or beyond the model")
+        raise ValueError("a message's places are not in order, or lie beyond the model")
     value = values.view(torch.bfloat16).float()
     if not bool(value.isfinite().all()):
-        raise ValueError("a message has numbers that are not finite")
+        raise ValueError("a message holds numbers that are not finite")
     return Sparse(index, value)
 
 
 def mixed(which: Tensor, there: Tensor, elsewhere: Tensor) -> Tensor:
-    """In order of place: `there` where `which` is true, and what is elsewhere in between."""
+    """Merge in order of place: `there` where `which` is true, `elsewhere` in between."""
     found = there.new_empty(len(which))
     found[which], found[~which] = there, elsewhere
     return found

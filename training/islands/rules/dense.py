@@ -1,7 +1,7 @@
-"""The asynchronous baseline: all numbers, each time, at once (FedAsync; "Async Local-SGD" without its momentum).
+"""Send all numbers at every exchange, without waiting (FedAsync; "Async Local-SGD" without its momentum): a baseline.
 
-Nothing is kept back but what the wire rounds. Half of a delta is taken, because it was learned from an older model: the
-outer gain of our experiments (docs/islands.md).
+An island keeps back only the rounding errors of the wire. The server takes half of a delta, because it was learned from
+an older model; our experiments chose this outer gain (docs/islands.md).
 """
 
 from __future__ import annotations

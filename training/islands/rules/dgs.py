@@ -1,22 +1,24 @@
-"""Dual-way gradient sparsification (Yan et al., ICPP 2020), around optimisers of the islands' own.
+"""Send the largest numbers in both directions: dual-way gradient sparsification (Yan et al., ICPP 2020).
 
-The paper's SAMomentum keeps u, and per exchange
+Each island has its own optimiser. The paper's SAMomentum keeps u, and at each exchange
 
     u~ = m u + eta g;   sends u~ where |u~| is large;   u = u~ there, u~ / m elsewhere.
 
-With r = m / (1 - m) * u and d = eta g / (1 - m) that is u~ = (1 - m) (r + d), and r becomes m (r + d) where it was sent
-and r + d elsewhere. So it is error feedback that sends the share 1 - m of what it has gathered and keeps the rest:
+With r = m / (1 - m) * u and d = eta g / (1 - m), this is u~ = (1 - m) (r + d), and r becomes m (r + d) where it was
+sent
+and r + d elsewhere. So SAMomentum is error feedback that sends the share 1 - m of the residual and keeps the rest:
 
     r += d;   sent = (1 - m) r at the largest;   r -= sent
 
-which is exact for every choice of places (sent + r = sum of d), holds what the wire rounds, and at m = 0 is plain error
-feedback. An error of bfloat16 stays in r like everything that was not sent.
+This is exact for every choice of places (sent + r = sum of d), and r also holds the rounding errors of bfloat16. At
+m = 0 it is plain error feedback.
 
-A delta of one of K islands counts 1 / K in the model: its gain, which multiplies what is sent. r is what the island has
-learned itself, sent + gain r = gain sum of d, and it goes on with all of that. Were only gain r kept, every exchange
-would throw away most of what was learned, islands would learn it again, and their sums be several times too much.
+The gain multiplies what is sent: with K islands a delta counts 1 / K in the model. r holds what the island itself
+learned (sent + gain r = gain sum of d), and the island continues with all of r. If it kept only gain r, every exchange
+would throw away most of what was learned, the islands would learn it again, and their sums would be several times too
+large.
 
-The server answers with the difference between the model and what the island has: all of it, or the largest (secondary).
+The server answers with the difference between the model and the island's copy: all of it, or the largest (secondary).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from training.islands.sparse import Sparse, largest, rounded
 
 SHARE: float | None = None
 KEEPS = True
-PART = NUMBERS  # of an answer that are told together
+PART = NUMBERS  # numbers of an answer that are made together
 Round = Callable[[Tensor], Tensor]
 
 
@@ -40,7 +42,7 @@ def gain(islands: int) -> float:
 
 
 class Push:
-    """`residual`: of segments (S, N), changed in place; its owner saves it. `gain`: of what is sent."""
+    """Choose what an island sends. `residual`: of the segments (S, N), changed in place and saved by its owner."""
 
     def __init__(self, residual: Tensor, momentum: float = 0.0, wire: Round = rounded, gain: float = 1.0) -> None:
         self.residual, self.momentum, self.wire, self.gain = residual, momentum, wire, gain
@@ -55,9 +57,11 @@ class Push:
 
 
 class Pull:
-    """secondary: of a difference (P,), the places to answer with; None: every one.
-    worth: places whose difference is no more than this share of the weight wait until they differ by more. Without it
-    what bfloat16 leaves of every answer would be an answer of its own, as long as the first one."""
+    """Keep the model and each island's copy. `secondary`: finds the places of a difference (P,) to answer with; None:
+    all places.
+
+    `worth`: a place waits while its difference is at most this share of the weight. Without it the rounding errors of
+    every answer would make another answer as long as the first."""
 
     def __init__(
         self,
@@ -80,11 +84,11 @@ class Pull:
         self.done(island)
 
     def take(self, island: int, sent: Sparse) -> None:
-        """A part of a push."""
+        """Subtract a part of a push from the model."""
         self.model[sent.index] -= sent.value
 
     def done(self, island: int) -> None:
-        """All parts of a push are there."""
+        """Finish a push after its last part."""
 
     def pull(self, island: int, all: bool = False) -> Sparse | None:
         told = self.told(island, all)
@@ -94,7 +98,7 @@ class Pull:
         return Sparse(*(torch.cat(tables) for tables in zip(*parts, strict=True)))
 
     def told(self, island: int, all: bool = False) -> Iterator[tuple[Sparse, int]] | None:
-        """An answer in parts, each with where it ends; all of them are to be taken."""
+        """Return an answer in parts, each with its end; the caller must take all of them. None: not yet."""
         few = None if all else self.secondary
         width = len(self.model) if few else PART
         return (self.part(island, at, at + width, few, all) for at in range(0, len(self.model), width))

@@ -1,5 +1,6 @@
-"""DiLoCo (arXiv 2311.08105): all islands push, then the mean of what they learned moves the model with Nesterov's
-momentum, and all go on from there. Nobody is answered before the slowest has pushed.
+"""Move the model by the mean of all islands with Nesterov's momentum: DiLoCo (arXiv 2311.08105).
+
+The server answers when the slowest island has pushed, and all islands continue from the same model.
 
     u = 0.9 u + mean;   model -= 0.7 (mean + 0.9 u)
 """
@@ -37,16 +38,16 @@ class Pull(dgs.Pull):
         super().__init__(model, None, worth, wire)
         self.outer = torch.zeros_like(model)
         self.sum = torch.zeros_like(model)
-        self.pushed: set[int] = set()  # in this round, and are here
+        self.pushed: set[int] = set()  # islands that are here and have pushed in this round
         self.count = 0  # pushes in this round
 
     def leave(self, island: int) -> None:
         super().leave(island)
-        self.pushed.discard(island)  # what it has pushed stays
+        self.pushed.discard(island)  # its push still counts
         self.finish()
 
     def take(self, island: int, sent: Sparse) -> None:
-        assert island not in self.pushed, "it was not answered yet"
+        assert island not in self.pushed, "the island waits for an answer"
         self.sum[sent.index] += sent.value
 
     def done(self, island: int) -> None:
@@ -55,7 +56,7 @@ class Pull(dgs.Pull):
         self.finish()
 
     def finish(self) -> None:
-        """Ends the round, if no island that is here is still to push."""
+        """End the round if every island that is here has pushed."""
         if not self.count or not self.has.keys() <= self.pushed:
             return
         mean = self.sum / self.count

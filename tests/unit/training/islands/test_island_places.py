@@ -49,7 +49,7 @@ def test_a_layout_is_the_same_on_both_sides_and_knows_what_is_small() -> None:
     [
         ({"join": "here"}, "islands.join is 'here'; write HOST:PORT"),
         ({"join": "a:1", "local": 2}, "both set"),
-        ({"share": 0.0}, "islands.share is 0.0; it must be a share above 0"),
+        ({"share": 0.0}, "islands.share is 0.0; it must be above 0 and at most 1"),
         ({"momentum": 1.0}, "islands.momentum is 1.0"),
         ({"every": 0}, "islands.every is 0; it must be at least 1"),
         ({"patience": 0.0}, "islands.patience is 0.0"),

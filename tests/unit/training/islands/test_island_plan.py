@@ -140,5 +140,5 @@ def test_the_plan_of_an_exchange_of_everything_is_what_was_measured() -> None:
 def test_speeds_are_bits_a_second() -> None:
     assert [bits_a_second(text) for text in ("1Gb/s", "0.1Gb/s", "100Mb/s", "9600bit/s")] == [1e9, 1e8, 1e8, 9600]
     for text in ("1", "1GB/s", "0Gb/s", "fast"):
-        with pytest.raises(ValueError, match="is no speed; write bits a second"):
+        with pytest.raises(ValueError, match="is not a speed; write bits a second"):
             bits_a_second(text)

@@ -72,7 +72,7 @@ def test_other_bytes_are_refused_or_are_another_message(size: int) -> None:
 
 def test_a_message_of_another_model_is_refused() -> None:
     data = encode(message(CHUNK, 5), CHUNK)
-    with pytest.raises(ValueError, match="is not about a model of 8192 numbers"):
+    with pytest.raises(ValueError, match="does not fit a model of 8192 numbers"):
         decode(data, 2 * CHUNK)
     assert chunks_of(2 * CHUNK) == 2
 
@@ -81,5 +81,5 @@ def test_a_count_that_no_chunk_can_have_is_refused() -> None:
     """Even if there are as many bytes as it says."""
     count = CHUNK + 1
     data = (1).to_bytes(4, "little") + count.to_bytes(2, "little") + b"\xff" * BITMAP + bytes(2 * count)
-    with pytest.raises(ValueError, match="bitmaps hold other counts"):
+    with pytest.raises(ValueError, match="bitmaps do not hold the counts"):
         decode(data, CHUNK)
