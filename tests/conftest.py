@@ -5,11 +5,16 @@ from __future__ import annotations
 import signal
 import sys
 
+import hypothesis
 import pytest
 
 # A shell that runs the suite in its background has it ignore Ctrl-C, which what it starts would inherit: some tests send one.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No deadlines: on a busy machine an example of a property takes as long as it takes.
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 
 # `make test` gives each of two processes whole files, so that what a file makes is made once. Those that take longest
 # come first: else one process would end with a long file when the other has none left.

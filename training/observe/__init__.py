@@ -1,1 +1,1 @@
-"""What is measured of a run and how it is shown: metrics, plots, profiles, phases, FLOPs."""
+"""Measure a run and show its numbers: metrics, plots, profiles, phases, FLOPs."""

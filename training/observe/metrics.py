@@ -1,15 +1,16 @@
-"""What a person sees of a run: a live line, metrics.jsonl, and TensorBoard or wandb where asked for.
+"""Show a run: a live line, metrics.jsonl, and TensorBoard or wandb if the config asks for them.
 
     with Metrics(folder, first, steps=config.steps, flops=flops) as metrics:
         for ...:
-            metrics.step(step, tokens=..., lr=..., loss=loss)   # device tensors; nothing waits for the device
-            if due: metrics.log(step, **more)                   # one copy to the host for the whole interval
+            metrics.step(step, tokens=..., lr=..., loss=loss)   # device tensors; this does not wait for the device
+            if due: metrics.log(step, **more)                   # one copy to the host for an interval
 
-metrics.jsonl has one JSON object a line: `step`, and what was logged at it. Floating tensors are means over the steps
-since the last line (not-finite ones left out; null if none is left), anything else is its latest value. Validation may
-add a second line for its step; `read` joins them. A resumed run cuts off the lines after the step it resumes from, so
-the file is what a run that never stopped would have written (but for the first means, where the checkpoint lies between
-two lines: they are of the steps since then). Only rank 0 writes; values are reduced before.
+metrics.jsonl has one JSON object per line: `step`, and the values of that step. A floating tensor is a mean over the
+steps since the last line, without the values that are not finite (null if there is no other); any other value is the
+latest. Validation may add a second line for its step, and `read` joins the two. A resumed run removes the lines after
+the step that it resumes from, so the file equals the file of a run that never stopped. One exception: if the checkpoint
+lies between two lines, the first means cover only the steps since the checkpoint. Only rank 0 writes; values are
+reduced before.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ from upcycle.io import strict
 from upcycle.io.disk import naming, write_atomic
 
 FILE = "metrics.jsonl"
-BEFORE = "metrics.before.jsonl"  # of a run that left no checkpoint to resume from
+BEFORE = "metrics.before.jsonl"  # the file of a run that left no checkpoint to resume from
 LOAD = "balance/max_over_mean"
-RECENT = 9  # intervals that the time left is estimated by
+RECENT = 9  # number of intervals from which the time left is estimated
 Value = Tensor | float
 
 
 class Metrics:
-    """steps: of the whole run, for the ETA. flops: of a token, forward and backward. gpus: that share the tokens.
-    planned: how many tokens the first steps of the run take, if not each as many."""
+    """Collect a run's metrics and write them.
+
+    steps: of the whole run, for the ETA. flops: of a token, forward and backward. gpus: number of GPUs that share the
+    tokens. planned: returns how many tokens the first steps of the run take, if steps differ in that."""
 
     def __init__(
         self,
@@ -56,18 +59,18 @@ class Metrics:
         planned: Callable[[int], int] | None = None,
         gpus: int = 1,
         tensorboard: bool = False,
-        wandb: str = "",  # a project
-        config: Mapping[str, Any] | None = None,  # shown by wandb
+        wandb: str = "",  # name of a project
+        config: Mapping[str, Any] | None = None,  # wandb shows it
         stream: IO[str] | None = None,
     ) -> None:
         self.steps, self.flops, self.gpus = steps, flops, gpus
-        self.stage = 0  # of a run in several
+        self.stage = 0  # 0 in a run of one stage
         self.before = 0, 0.0  # tokens and FLOPs of earlier stages
         self.quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
         self.device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         self.resumed, self.line = resume_step, Line(stream or sys.stderr)
         self.pending: dict[str, list[Value]] = {}
-        self.tokens = self.taken = 0  # since the run began; steps since the last line
+        self.tokens = self.taken = 0  # tokens since the run began; steps since the last line
         self.paces: deque[float] = deque(maxlen=RECENT)
         self.outlets: list[Any] = []
         if self.quiet:
@@ -88,13 +91,14 @@ class Metrics:
         self.restart()
 
     def enter(self, stage: int, flops: float, tokens: int = 0, work: float = 0.0, say: str = "") -> None:
-        """A run goes over to a stage, whose tokens cost `flops` each, after `tokens` that cost `work`."""
+        """Begin a stage, whose tokens cost `flops` each, after `tokens` that cost `work`."""
         self.stage, self.flops, self.before = stage, flops, (tokens, work)
         if say and not self.quiet:
             self.line.keep(say)
 
     def step(self, step: int, *, tokens: int, **values: Value) -> None:
-        """Remember a training step: tokens of all ranks, numbers, and scalars that may still be in the making."""
+        """Store a training step: tokens of all ranks, and numbers or scalar tensors that the device may still
+        compute."""
         if self.quiet:
             return
         if not self.tokens:
@@ -104,11 +108,11 @@ class Metrics:
         self.tokens += tokens
         self.taken += 1
         for name, value in values.items():
-            # a copy, because the owner may change it in place before it is read
+            # copy it, because the owner may change it in place before it is read
             self.pending.setdefault(name, []).append(value.detach().clone() if isinstance(value, Tensor) else value)
 
     def log(self, step: int, **values: Value) -> None:
-        """Write a line: the steps since the last one and `values`, if there are any."""
+        """Write a line for the steps since the last line and for `values`; write nothing if there are neither."""
         if self.quiet or not (self.taken or values):
             return
         numbers = fetch({**self.pending, **{name: [value] for name, value in values.items()}})
@@ -128,7 +132,8 @@ class Metrics:
         self.restart()
 
     def sync(self) -> None:
-        """Wait until the lines are on the disk: a checkpoint that outlives them would leave a hole in the file."""
+        """Wait until the lines are on disk, because a checkpoint that survives a crash must not be newer than the
+        log."""
         if not self.quiet:
             with naming(self.path):
                 os.fsync(self.file.fileno())
@@ -141,19 +146,19 @@ class Metrics:
             found = throughput(self.flops, rate / self.gpus, self.device)
             row["tflops"] = found.tflops
             tokens, work = self.before
-            # so far, as `tokens`: runs are compared at equal FLOPs too
+            # total so far, like `tokens`, because runs are also compared at equal FLOPs
             row["flops"] = work + self.flops * (self.tokens - tokens)
             if found.mfu is not None:
                 row["mfu"] = found.mfu
         row["memory_gb"] = memory_gb()
         if self.steps:
-            # the median, the lower of two: an interval that compiled or waited says nothing of those to come
+            # the lower median, because an interval that compiled or waited does not predict the next ones
             self.paces.append(row["seconds_per_step"])
             row["eta_s"] = (self.steps - step) * median_low(self.paces)
         return row
 
     def restart(self) -> None:
-        """The next interval begins here: what happened since the last step (validation) is not training time."""
+        """Begin the next interval here, because time since the last step, such as validation, is not training time."""
         self.pending, self.taken, self.interval_start = {}, 0, self.tokens
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -176,7 +181,7 @@ class Metrics:
 
 
 def fetch(values: Mapping[str, list[Value]]) -> dict[str, Any]:
-    """All tensors in one copy a device; then means of what is floating, the latest of what is not."""
+    """Return means of floating tensors and the latest of all other values. Copy all tensors of a device at once."""
     tensors = [(name, value) for name, found in values.items() for value in found if isinstance(value, Tensor)]
     numbers: dict[str, list[float]] = {}
     for device in {value.device for _, value in tensors}:
@@ -198,23 +203,24 @@ def fetch(values: Mapping[str, list[Value]]) -> dict[str, Any]:
 
 
 def memory_gb() -> float:
-    """The most that was held: on the device in this interval, or by this process since it began."""
+    """Return the peak memory of the device in this interval, or of this process since it began if there is no
+    device."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
-    import resource  # not on every system
+    import resource  # some systems lack it
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1e9 if sys.platform == "darwin" else 1e6)  # bytes there, KiB elsewhere
+    return peak / (1e9 if sys.platform == "darwin" else 1e6)  # macOS counts bytes, other systems KiB
 
 
 # ---- metrics.jsonl
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """A row a step, in order; lines of one step are joined. `path`: the file or the run's folder."""
+    """Return one row per step, in order, with the lines of a step joined. `path`: the file or the run's folder."""
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"{path} is not there; give the folder of a run (the one with {FILE} in it)")
+        raise ValueError(f"{path} does not exist; give the folder of a run, which contains {FILE}")
     rows: dict[int, dict[str, Any]] = {}
     for row in parse(path):
         rows.setdefault(row["step"], {}).update(row)
@@ -222,7 +228,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def parse(path: Path) -> list[dict[str, Any]]:
-    """The file's rows, up to the first line that is torn: the last one, if the machine went down while writing it."""
+    """Return the file's rows up to the first torn line: the last one, if the machine crashed while writing it."""
     rows: list[dict[str, Any]] = []
     for where, line in strict.read_lines(path):
         try:
@@ -238,8 +244,8 @@ def parse(path: Path) -> list[dict[str, Any]]:
 
 
 def cut(folder: Path, step: int) -> list[dict[str, Any]]:
-    """Cuts the file to the lines up to `step`, in one move, and returns their rows; a run that starts anew leaves the
-    old file beside its own."""
+    """Remove the lines after `step` from the file, in one move, and return the rows that stay. If the run begins at
+    step 0, keep the old file under another name."""
     path = folder / FILE
     if not path.exists():
         return []
@@ -255,7 +261,7 @@ def cut(folder: Path, step: int) -> list[dict[str, Any]]:
 
 
 class Line:
-    """On a terminal one line that is written over; in a log file a line an interval."""
+    """Show progress: one line that is overwritten on a terminal, a new line per interval in a log file."""
 
     def __init__(self, stream: IO[str]) -> None:
         self.stream, self.live = stream, stream.isatty()
@@ -271,7 +277,7 @@ class Line:
         self.stream.flush()
 
     def keep(self, text: str) -> None:
-        """A line that stays."""
+        """Write a line that stays."""
         self.end()
         self.stream.write(text + "\n")
         self.stream.flush()
@@ -311,7 +317,7 @@ FORMS: dict[str, Callable[[float], str]] = {
     "memory_gb": lambda v: f"{v:.1f} GB",
     LOAD: lambda v: f"load {v:.2f}",
     "balance/whole": lambda v: f"whole {100 * v:.3g}%",
-    "balance/dropped": lambda v: f"dropped {100 * v:.3g}%",  # where there is a capacity
+    "balance/dropped": lambda v: f"dropped {100 * v:.3g}%",  # only with a capacity
     "lr": lambda v: f"lr {v:.2e}",
     "grad_norm": lambda v: f"grad {v:.3g}",
     "eta_s": lambda v: f"ETA {duration(v)}",
@@ -326,7 +332,9 @@ class TensorBoard:
         try:
             module = import_module("torch.utils.tensorboard")
         except ImportError as error:
-            raise ValueError(f"tensorboard is asked for but not installed ({error}); pip install tensorboard") from None
+            raise ValueError(
+                f"log.tensorboard needs tensorboard, which is not installed ({error}); pip install tensorboard"
+            ) from None
         self.writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
@@ -339,13 +347,14 @@ class TensorBoard:
 
 
 class Wandb:
-    """A resumed run goes on under the id that the folder remembers; wandb itself keeps what it got first for a step."""
+    """Send rows to wandb. A resumed run continues under the id in its folder; wandb keeps the first values of a
+    step."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any]) -> None:
         try:
             module = import_module("wandb")
         except ImportError as error:
-            raise ValueError(f"wandb is asked for but not installed ({error}); pip install wandb") from None
+            raise ValueError(f"log.wandb needs wandb, which is not installed ({error}); pip install wandb") from None
         known = folder / "wandb.id"
         resumed = known.read_text() if known.exists() else None
         self.run = module.init(

@@ -1,9 +1,9 @@
-"""Where a step's device time goes: from the profiler's timeline of kernels to milliseconds a phase.
+"""Split a step's device time by phase, in milliseconds, from the profiler's timeline of kernels.
 
-Rows on their way to the experts (`dispatch`) and back (`combine`) are what runs within the ranges of those names, which
-dispatch/common.py opens; a pass back through a dispatch is a combine. The rest goes by the kernels' names. Kernels of
-two streams run at once, so phases may add up to more than the step; `exposed communication` is the time in which
-nothing but communication runs, `idle` that in which nothing runs.
+The phases `dispatch` and `combine` send rows to the experts and back. They are the ranges of these names, which
+dispatch/common.py opens; the backward pass of a dispatch is a combine. All other kernels are sorted by name. Kernels of
+two streams may run at once, so the phases may sum to more than the step. `exposed communication` is the time in which
+only communication runs, and `idle` is the time in which no kernel runs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from upcycle import plugin
 
 
 def of_plugins(package: str) -> tuple[str, ...]:
-    """Return parts of the names of all kernels that a package's plug-ins say are theirs."""
+    """Return the parts of kernel names that a package's plug-ins declare."""
     return tuple(word for name in plugin.names(package) for word in plugin.load(package, name).CAPABILITIES.kernels)
 
 
 RANGES = ("dispatch", "combine", "optimizer")
-# by what a kernel's name has in it; the first that fits. Backends and dispatchers say what theirs have
+# the first phase with a word that a kernel's name contains; backends and dispatchers declare their own words
 NAMES: Mapping[str, tuple[str, ...]] = {
     "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa", "cudnn::fusion", "flex"),
     "experts": of_plugins("training.experts"),
@@ -37,12 +37,12 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "copies": ("memcpy", "memset", "copy", "fill", "catarray"),
 }  # fmt: skip
 COMMUNICATION = ("nccl", *of_plugins("training.dispatch"))
-KERNELS = 25  # listed by name, for whoever wants to make one faster
+KERNELS = 25  # number of kernels that are listed by name
 
 
 @dataclass(frozen=True)
 class Span:
-    """A kernel, or on the device's clock a range that the program named. Microseconds."""
+    """The microseconds of a kernel, or of a range that the program named, on the device's clock."""
 
     name: str
     start: float
@@ -50,7 +50,8 @@ class Span:
 
 
 def phases(step: Callable[[], None], repeats: int = 3) -> dict[str, float]:
-    """Milliseconds of each phase of a step, a mean over `repeats`; rank 0 prints the kernels that cost most."""
+    """Return the milliseconds of each phase of a step, a mean over `repeats`, and print the slowest kernels on rank
+    0."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
@@ -64,13 +65,13 @@ def phases(step: Callable[[], None], repeats: int = 3) -> dict[str, float]:
 
 
 def recorded(events: Iterable[Any]) -> tuple[list[Span], list[Span]]:
-    """(kernels, ranges) of the profiler's events."""
+    """Return (kernels, ranges) of the profiler's events."""
     kernels, ranges = [], []
     for event in events:
         if event.device_type.name == "CUDA":
             span = Span(event.name, event.time_range.start, event.time_range.end)
-            # a range that a program names is on the device's timeline too, from its first kernel to its last; where one
-            # lies within another, kernels go to the inner one, and torch itself names an optimiser's step
+            # a range that a program names is also on the device's timeline, from its first kernel to its last; kernels
+            # in nested ranges count for the inner range; torch itself names an optimiser's step
             if event.is_user_annotation:
                 ranges.append(replace(span, name="optimizer") if span.name.startswith("Optimizer.step") else span)
             else:
@@ -79,7 +80,7 @@ def recorded(events: Iterable[Any]) -> tuple[list[Span], list[Span]]:
 
 
 def table(kernels: Sequence[Span], ranges: Sequence[Span]) -> dict[str, float]:
-    """Microseconds a phase, the longest first; then exposed communication and idle time."""
+    """Return the microseconds of each phase, longest first, then exposed communication and idle time."""
     spent: dict[str, float] = {}
     within = {name: union(span for span in ranges if span.name == name) for name in RANGES}
     for name, parts in within.items():
@@ -107,7 +108,7 @@ def communicates(kernel: str) -> bool:
 
 
 def dearest(kernels: Sequence[Span]) -> list[tuple[str, float, int]]:
-    """(name, microseconds, calls), the dearest first."""
+    """Return (name, microseconds, calls) of each kernel, slowest first."""
     total: dict[str, tuple[float, int]] = {}
     for kernel in kernels:
         spent, calls = total.get(kernel.name, (0.0, 0))
@@ -116,7 +117,7 @@ def dearest(kernels: Sequence[Span]) -> list[tuple[str, float, int]]:
 
 
 def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The time in which at least one of the spans is on, as pieces in order."""
+    """Return the time that at least one of the spans covers, as pieces in order."""
     pieces: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda span: span.start):
         if pieces and span.start <= pieces[-1][1]:

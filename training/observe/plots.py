@@ -1,7 +1,7 @@
-"""Pictures of one run or several: training and validation loss by tokens, learning rate, whole choices, load by layer.
+"""Plot runs: training and validation loss by tokens, learning rate, whole choices, and load by layer.
 
-They are drawn from metrics.jsonl and nothing else; panels that have no data are left out. Where one stage of a run ends
-there is a dotted line. The command is upcycle report RUN.
+The only input is metrics.jsonl. Panels without data are left out. A dotted line marks the end of a stage. The command
+is upcycle report RUN.
 """
 
 from __future__ import annotations
@@ -21,25 +21,18 @@ from training.observe import metrics
 
 LAYER = re.compile(r"balance/(\d+)/max_over_mean")
 WHOLE = "balance/whole"
-ISLANDS = (  # what an island logs at its exchanges, and how fast it is: key, title, unit
+ISLANDS = (  # metrics of an island's exchanges, and its speed: key, title, unit
     ("islands/bytes_up", "Islands: sent", "bytes, since the process began"),
     ("islands/bytes_down", "Islands: received", "bytes, since the process began"),
     ("islands/stale", "Islands: staleness", "pushes of others since the last answer"),
-    ("islands/unsent", "Islands: what waits to be sent", "its norm / the weights'"),
+    ("islands/unsent", "Islands: waiting to be sent", "norm / norm of the weights"),
     ("tokens_per_s", "Islands: speed", "tokens a second"),
 )
 VALID = re.compile(r"valid/(.+)/loss")
-COLORS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#E69F00",
-    "#000000",
-)  # told apart by all eyes (Okabe-Ito)
-STYLES = ("-", "--", ":", "-.")  # of validation sets; a colour is a run's
-MARK = rb"[Mm]atplotlib"  # what drew a picture is named in it
+# Okabe-Ito colours, which colour-blind readers can distinguish
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+STYLES = ("-", "--", ":", "-.")  # a style for each validation set; a colour for each run
+MARK = rb"[Mm]atplotlib"  # a picture contains the name of the library that drew it
 Points = tuple[list[float], list[float]]
 
 
@@ -50,7 +43,7 @@ class Curves:
     rows: list[dict[str, Any]]
 
     def points(self, key: str) -> Points:
-        """Tokens and value wherever there is a value; a line without a count of tokens lies between its neighbours."""
+        """Return tokens and value of each row with a value. Interpolate the tokens of a row that has no count."""
         counted = [row for row in self.rows if row.get("tokens")]
         at = [0.0, *(float(row["step"]) for row in counted)]
         tokens = [0.0, *(float(row["tokens"]) for row in counted)]
@@ -59,18 +52,18 @@ class Curves:
         return places.tolist(), [row[key] for row in found]
 
     def by_layer(self, name: str) -> Points:
-        """MoE layers, and the latest balance/<layer>/`name` of each."""
+        """Return the MoE layers, and the latest balance/<layer>/`name` of each."""
         keys = self.keys(re.compile(rf"balance/(\d+)/{name}"))
         latest = sorted((float(layer), self.points(key)[1][-1]) for layer, key in keys.items() if self.points(key)[1])
         return [layer for layer, _ in latest], [value for _, value in latest]
 
     def keys(self, pattern: re.Pattern[str]) -> dict[str, str]:
-        """What the pattern found in a key -> the key."""
+        """Return each key that matches the pattern, by the text of the pattern's group."""
         matches = (pattern.fullmatch(key) for row in self.rows for key in row if row[key] is not None)
         return {found[1]: found[0] for found in matches if found}
 
     def boundaries(self) -> list[float]:
-        """Tokens after which another stage begins."""
+        """Return the token counts at which stages end."""
         counted = [row for row in self.rows if row.get("tokens") and row.get("stage")]
         return [a["tokens"] for a, b in itertools.pairwise(counted) if a["stage"] != b["stage"]]
 
@@ -85,12 +78,12 @@ def read_runs(folders: Sequence[Path]) -> list[Curves]:
     ]
     for run, folder in zip(runs, folders, strict=True):
         if not any("loss" in row or any(VALID.fullmatch(key) for key in row) for row in run.rows):
-            raise ValueError(f"{folder} has no loss in its {metrics.FILE} yet; plot it after its first logged step")
+            raise ValueError(f"{folder}/{metrics.FILE} has no loss yet; plot the run after its first logged step")
     return runs
 
 
 def plot(folders: Sequence[Path], output: Path) -> None:
-    """Writes one picture; its type follows from the name (png, pdf, svg)."""
+    """Write one picture, of the type that the file's name ends with (png, pdf, svg)."""
     runs = read_runs(folders)
     try:
         figure_module = import_module("matplotlib.figure")
@@ -129,7 +122,7 @@ def plot(folders: Sequence[Path], output: Path) -> None:
 
 
 def draw_loss(axes: Any, runs: Sequence[Curves]) -> None:
-    """Each interval's mean in a pale line, the smoothed one over it."""
+    """Draw each interval's mean as a pale line, and the smoothed curve over it."""
     for run in runs:
         tokens, losses = run.points("loss")
         axes.plot(tokens, losses, color=run.color, alpha=0.3, linewidth=0.8)
@@ -138,8 +131,8 @@ def draw_loss(axes: Any, runs: Sequence[Curves]) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Means over about a twentieth of the curve, as far to the left as to the right: an exponential mean lags behind a
-    falling loss and would draw it too high."""
+    """Return means over about a twentieth of the curve, centred on each point, because an exponential mean lags behind
+    a falling loss and would draw it too high."""
     reach, last = len(values) // 40, len(values) - 1
     spans = [min(reach, at, last - at) for at in range(len(values))]
     return [float(np.mean(values[at - span : at + span + 1])) for at, span in enumerate(spans)]
@@ -156,7 +149,7 @@ def draw_validation(axes: Any, runs: Sequence[Curves]) -> None:
 
 
 def draw_curves(axes: Any, runs: Sequence[Curves], key: str, label: str) -> None:
-    for number, run in enumerate(runs):  # a style each, because curves often lie on each other
+    for number, run in enumerate(runs):  # a style for each, because curves often overlap
         axes.plot(*run.points(key), STYLES[number % len(STYLES)], color=run.color, label=run.name)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     axes.set_ylim(bottom=0)
@@ -164,15 +157,15 @@ def draw_curves(axes: Any, runs: Sequence[Curves], key: str, label: str) -> None
 
 
 def draw_load(axes: Any, run: Curves) -> None:
-    """A row a layer: 1 is perfect balance, 2 is an expert with twice its share."""
+    """Draw one row per layer, in which 1 is perfect balance and 2 is an expert with twice its share."""
     layers = sorted(run.keys(LAYER).items(), key=lambda item: int(item[0]))
     tokens = sorted({t for _, key in layers for t in run.points(key)[0]})
     table = np.full((len(layers), len(tokens)), np.nan)
     for line, (_, key) in enumerate(layers):
         for at, value in zip(*run.points(key), strict=True):
             table[line, tokens.index(at)] = value
-    edges = [*np.subtract(tokens, np.diff(tokens, prepend=0)), tokens[-1]]  # a column is the interval before its line
-    top = max(1.1, float(np.nanpercentile(table, 99)))  # one bad interval would make the rest one colour
+    edges = [*np.subtract(tokens, np.diff(tokens, prepend=0)), tokens[-1]]  # a column ends where its line was written
+    top = max(1.1, float(np.nanpercentile(table, 99)))  # so that one bad interval does not make all others one colour
     mesh = axes.pcolormesh(edges, np.arange(len(layers) + 1) - 0.5, table, cmap="viridis", vmin=1, vmax=top)
     axes.set_ylabel("MoE layer")
     axes.yaxis.get_major_locator().set_params(integer=True)

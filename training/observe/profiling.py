@@ -1,8 +1,8 @@
-"""Where the time and the memory go: phases by their events, a trace of some steps, a picture of the allocator.
+"""Measure time and memory: seconds of each phase, a trace of some steps, a snapshot of the allocator.
 
 phases = Phases(device)
-with phases("forward"): ...                  # records two events; nothing waits for the device
-metrics.log(step, **phases.fetch())          # {"time/forward": seconds a step, ...}
+with phases("forward"): ...                  # records two events, without waiting for the device
+metrics.log(step, **phases.fetch())          # {"time/forward": seconds per step, ...}
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class Phases:
-    """Seconds by name: of the device's own clock on CUDA, of the processor's elsewhere. `tell` is called with each name
-    as its phase begins, and with "" as it ends."""
+    """Measure the seconds of each phase by name, with the device's clock on CUDA and the processor's elsewhere. Call
+    `tell` with the name when a phase begins, and with "" when it ends."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -37,7 +37,7 @@ class Phases:
                 self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
             self.tell("")
             return
-        if torch.cuda.is_current_stream_capturing():  # a graph's step has no times inside
+        if torch.cuda.is_current_stream_capturing():  # times inside a graph's step are not measured
             yield
             return
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ class Phases:
         self.tell("")
 
     def fetch(self, steps: int = 1) -> dict[str, float]:
-        """Seconds a step of each name since the last fetch; waits for the device."""
+        """Return the seconds per step of each phase since the last fetch. This waits for the device."""
         if self.spans:
             torch.cuda.synchronize()
         for name, spans in self.spans.items():
@@ -60,7 +60,7 @@ class Phases:
 
 
 def steps_to_trace(text: str) -> range:
-    """The steps to trace, from what a person writes: "10-12", "10", or nothing."""
+    """Return the steps to trace from a config's text: "10-12", "10", or ""."""
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
     if text and not 1 <= first <= last:
@@ -69,7 +69,7 @@ def steps_to_trace(text: str) -> range:
 
 
 class Trace:
-    """Traces some steps into a file for chrome://tracing or perfetto. Call `before` each step."""
+    """Trace some steps into a file for chrome://tracing or perfetto. Call `before` before each step."""
 
     def __init__(self, folder: Path, steps: range) -> None:
         self.first, self.last = steps.start, steps.stop - 1
@@ -87,7 +87,7 @@ class Trace:
             self.profiler.step()
 
     def close(self) -> None:
-        """Also called at the end of the run: the steps may be its last."""
+        """Write the trace. The end of the run also calls this, because the steps may be its last."""
         if self.profiler is not None:
             self.profiler.stop()
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,9 +104,9 @@ class Trace:
 
 @contextmanager
 def memory_snapshot(path: Path) -> Iterator[None]:
-    """Context that records what the CUDA allocator does in it, and who calls it, for pytorch.org/memory_viz."""
+    """Record the CUDA allocator's actions and their callers in this context, for pytorch.org/memory_viz."""
     if not torch.cuda.is_available():
-        raise ValueError("a memory snapshot is one of CUDA's allocator and there is no CUDA device; leave it out here")
+        raise ValueError("memory_snapshot=true needs a CUDA device, and there is none; leave it out on this machine")
     torch.cuda.memory._record_memory_history(max_entries=100_000)
     try:
         yield

@@ -62,7 +62,9 @@ def preflight(config: TrainConfig) -> None:
         check_writable(name, Path(folder))
     for name, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
         if wanted and importlib.util.find_spec(name) is None:
-            raise ValueError(f"{name} is asked for but not installed; pip install {name}, or leave log.{name} out")
+            raise ValueError(
+                f"log.{name} needs {name}, which is not installed; pip install {name}, or leave log.{name} out"
+            )
     saved = found(Path(config.output) / CHECKPOINTS)
     step = step_of(saved[0]) if saved else 0
     check_export(config, step)

@@ -142,7 +142,7 @@ def test_the_page_shows_what_islands_told_each_other(tmp_path: Path, all_of_it: 
     assert "At each exchange with their server" not in made(tmp_path, all_of_it)[0]
     page = made(tmp_path, [all_of_it[2], str(folder)])[0]
     for picture in ("Sent: island-0 from 1e+06 to 2e+06", "Received: island-0 from 3e+06 to 6e+06",
-                    "Staleness: island-0 from 3 to 4", "What waits to be sent: island-0 from 0.01 to 0.01",
+                    "Staleness: island-0 from 3 to 4", "Waiting to be sent: island-0 from 0.01 to 0.01",
                     "Speed: island-0 from 900 to 900"):  # fmt: skip
         assert picture in page, picture
 

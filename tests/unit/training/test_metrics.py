@@ -188,7 +188,7 @@ def test_only_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_reading_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not there; give the folder of a run"):
+    with pytest.raises(ValueError, match="does not exist; give the folder of a run"):
         read(tmp_path)
 
 
@@ -241,7 +241,9 @@ def test_what_is_not_installed_is_one_sentence(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    with pytest.raises(ValueError, match=rf"{module} is asked for but not installed .*; pip install {module}"):
+    with pytest.raises(
+        ValueError, match=rf"log.{module} needs {module}, which is not installed .*; pip install {module}"
+    ):
         Metrics(tmp_path, **option)
 
 
@@ -334,7 +336,10 @@ def test_a_bad_range_is_one_sentence(steps: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
 def test_a_memory_snapshot_without_cuda_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no CUDA device"), memory_snapshot(tmp_path / "memory.pickle"):
+    with (
+        pytest.raises(ValueError, match="memory_snapshot=true needs a CUDA device"),
+        memory_snapshot(tmp_path / "memory.pickle"),
+    ):
         pass
 
 
@@ -461,7 +466,7 @@ def test_plots_refuse_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path), "output=x.png"]) == 2
-    assert re.match(r"upcycle: .* is not there; give the folder of a run", capsys.readouterr().err)
+    assert re.match(r"upcycle: .* does not exist; give the folder of a run", capsys.readouterr().err)
     with Metrics(tmp_path, stream=io.StringIO()) as log:
         log.log(0, other=1.0)
     with pytest.raises(ValueError, match="has no loss"):

@@ -37,8 +37,8 @@ WRONG = {
     "suite's tokenizer": (["eval.every=1"], "has no tokenizer"),
     "suite on a pipeline": (["eval.every=1", "mesh.pp=2"], "eval.every=1 does not go with mesh.pp=2"),
     "suite's limit": (["eval.limit=-1"], "eval.limit is -1; it must be at least 0"),
-    "tensorboard": (["log.tensorboard=true"], "tensorboard is asked for but not installed"),
-    "wandb": (["log.wandb=mine"], "wandb is asked for but not installed"),
+    "tensorboard": (["log.tensorboard=true"], "log.tensorboard needs tensorboard, which is not installed"),
+    "wandb": (["log.wandb=mine"], "log.wandb needs wandb, which is not installed"),
     "export is there": (["export={place}/tokenizer"], "exists already; remove it or choose another folder"),
     "export is the source": (["export={place}/dense"], "is the same as the input {place}/dense"),
     "export is the data": (["export={place}/data"], "is the same as the input {place}/data"),
@@ -75,7 +75,7 @@ WRONG = {
     ),
     "context of a stage": (
         ["stages=[{{steps: 4}},{{steps: 4, data: {{sequence: 129}}}}]"],
-        "data.sequence=129 is longer than the 128 tokens",
+        "data.sequence=129 is longer than the model's context of 128 tokens",
     ),
     "profile": (["profile=3-1"], "write the steps to trace, such as 10-12"),
     "recompute": (["model.recompute=all"], "none, selective, attention, experts, full"),
@@ -127,7 +127,7 @@ def test_a_context_may_be_left_where_the_rope_or_the_run_says_so(place: Path, tm
         (512, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}),
     ):
         sequence(length, **rope)
-        with pytest.raises(ValueError, match=f"data.sequence={length + 1} is longer than the {length} tokens"):
+        with pytest.raises(ValueError, match=f"data.sequence={length + 1} is longer than the model's context of {length} tokens"):
             sequence(length + 1, **rope)
     (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     sequence(129)

@@ -232,7 +232,7 @@ def test_what_a_person_asked_to_see_is_there(
     for option, module in (("log.tensorboard=true", "tensorboard"), ("log.wandb=mine", "wandb")):
         monkeypatch.setitem(sys.modules, module, None)
         monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-        with pytest.raises(ValueError, match=f"{module} is asked for but not installed"):
+        with pytest.raises(ValueError, match=f"log.{module} needs {module}, which is not installed"):
             train(config(place, tmp_path / module, option))
 
 
