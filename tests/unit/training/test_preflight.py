@@ -127,7 +127,9 @@ def test_a_context_may_be_left_where_the_rope_or_the_run_says_so(place: Path, tm
         (512, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}),
     ):
         sequence(length, **rope)
-        with pytest.raises(ValueError, match=f"data.sequence={length + 1} is longer than the model's context of {length} tokens"):
+        with pytest.raises(
+            ValueError, match=f"data.sequence={length + 1} is longer than the model's context of {length} tokens"
+        ):
             sequence(length + 1, **rope)
     (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     sequence(129)
