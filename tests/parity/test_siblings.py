@@ -340,12 +340,12 @@ def test_a_plan_says_what_runs_it_as_a_table_and_as_json(
 def test_refusals(dense_folder: Callable[[str], Path], tmp_path: Path) -> None:
     ernie, lfm2, granite = dense_folder("ernie4_5"), dense_folder("lfm2"), dense_folder("granitemoehybrid")
     for folder, words, says in [
-        (ernie, ("target=mixtral",), "ernie4_5_moe alone can hold; write target=auto"),
+        (ernie, ("target=mixtral",), "only its sibling ernie4_5_moe can hold that; write target=auto"),
         (ernie, ("layers=[0]",), "cannot hold MoE in only 1 of 2 layers"),
         (ernie, ("router.score=sigmoid",), "cannot hold sigmoid scores; write router.score=softmax"),
         (lfm2, ("router.score=softmax",), "cannot hold softmax scores; write router.score=sigmoid"),
         (lfm2, ("shared=0.5",), "cannot hold a shared expert"),
-        (dense_folder("hunyuan_v1_dense"), ("shared=2",), "as wide as a routed one it must be"),
+        (dense_folder("hunyuan_v1_dense"), ("shared=2",), "it must be as wide as a routed expert"),
         (ernie, ("scale=calibrated", "calibration.texts=[x]"), "our own decoder does not support ernie4_5"),
     ]:
         with pytest.raises(ValueError, match=re.escape(says)):
@@ -357,12 +357,12 @@ def test_refusals(dense_folder: Callable[[str], Path], tmp_path: Path) -> None:
         planned(converted(granite, tmp_path / "granite", "copies"))
     short = shutil.copytree(ernie, tmp_path / "short")
     config = json.loads((short / "config.json").read_text())
-    with pytest.raises(ValueError, match=r"model.layers.1.\S+', but config.json promises 1 layers \(0 to 0\)"):
+    with pytest.raises(ValueError, match=r"model.layers.1.\S+', but config.json says 1 layers \(0 to 0\)"):
         planned(written(short, config | {"num_hidden_layers": 1}))
     stranger = shutil.copytree(ernie, tmp_path / "stranger")
     tensors = load_file(stranger / "model.safetensors") | {"model.layers.0.mlp.gate.weight": torch.zeros(2, 2)}
     save_file(tensors, stranger / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"model.layers.0.mlp.gate.weight', which no dense ernie4_5 model has"):
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.gate.weight', but no dense ernie4_5 model has one"):
         planned(stranger)
 
 

@@ -1,4 +1,4 @@
-"""Declare what an MoE architecture can hold, as data; `refusals` says why it cannot hold a model."""
+"""Declare what an MoE architecture can hold, and say why it cannot hold a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO, YES, EITHER = frozenset({False}), frozenset({True}), frozenset({False, True}
 
 @dataclass(frozen=True)
 class Abilities:
-    stock: bool = True  # transformers has the architecture, so the folder needs no code of ours
+    stock: bool = True  # transformers has the architecture, so the folder needs no code from us
     # -- the dense part
     blocks: frozenset[str] = frozenset({"pre"})
     norms: frozenset[str] = frozenset({"rms"})  # rms1p becomes rms by adding 1, so {"rms"} holds both
@@ -23,17 +23,17 @@ class Abilities:
     ffn_bias: frozenset[bool] = NO
     activations: frozenset[str] = frozenset({"silu", "gelu", "gelu_tanh", "relu"})
     not_gated: bool = False
-    free_head_dim: bool = True  # head_dim need not be hidden / heads
+    free_head_dim: bool = True  # head_dim may differ from hidden / heads
     partial_rotary: bool = False
-    windows: Literal["none", "all", "any"] = "none"  # sliding attention: in no layer, in all or none, in any set
+    windows: Literal["none", "all", "any"] = "none"  # layers with sliding attention: none, all or none, any set
     multipliers: bool = False  # embed_scale, residual_scale, logit_scale, attention_scale
-    ropes: bool = False  # another rope in layers with a window, or none in some layers
-    caps: bool = False  # soft caps of attention and of the logits
+    ropes: bool = False  # layers with a window may have another rope, and some layers may have none
+    caps: bool = False  # soft caps on attention scores and on logits
     # -- the MoE part
     scores: frozenset[str] = frozenset({"softmax"})
     normalize: frozenset[bool] = YES
     choices: frozenset[str] = frozenset({"any"})
-    # widths of a shared expert; multiple: of the routed width; same: the routed width
+    # the width of a shared expert: any, a multiple of the routed width, or the same as the routed width
     shared: Literal["none", "any", "multiple", "same"] = "none"
     mixed: Literal["none", "first-dense", "any"] = "none"  # which sets of layers may stay dense
     output_scale: bool = False  # has routed_scaling_factor
@@ -42,12 +42,12 @@ class Abilities:
 
 
 def relu2_as_gated(moe: MoESpec, can: Abilities) -> bool:
-    """relu(u) * u = relu(u)^2: a gated target with gate = up and act = relu holds squared ReLU exactly."""
+    """Return True if the target holds squared ReLU by a gate that equals `up`: relu(u) * u = relu(u)^2."""
     return moe.dense.activation == "relu2" and not moe.dense.gated and not can.not_gated and "relu" in can.activations
 
 
 def refusals(can: Abilities, moe: MoESpec) -> list[str]:
-    """The reasons why the target cannot hold `moe`, as short clauses; empty if it holds `moe` exactly."""
+    """Return the reasons why the target cannot hold `moe`, as short clauses; an empty list means that it can."""
     d = moe.dense
     checks = {
         f"block layout {d.block!r}": d.block in can.blocks,

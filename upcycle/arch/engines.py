@@ -1,8 +1,9 @@
-"""Which engines read a plan's output right: what tests/engines found (engines.json), and the plan's sentence about it.
+"""Say which engines read a plan's output correctly, from the results of tests/engines in engines.json.
 
-An engine may ignore a key of config.json or fix what it says, and then runs another model without a word. The table has
-a row for each model that was made and asked; what a model asks of its engine is `asks`. An engine reads a plan right if
-all that the plan asks was in rows that it read right, and none of it is what the rows that it read wrong have more.
+An engine may ignore a key of config.json or assume a value for it. It then runs another model and says nothing. The
+table has a row for each model that the tests made and ran. `asks` lists the features that a model needs from its
+engine. An engine reads a plan correctly if it read every needed feature correctly in some row, and if no needed feature
+is blamed for a row that it read wrongly.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from upcycle.io import strict
 
 FILE = Path(__file__).with_name("engines.json")
 RIGHT = "right"
-FLAGS = {"transformers": "trust_remote_code=True", "vLLM": "--trust-remote-code"}  # for a folder that ships its code
-# the reasons behind some of the rows, by the engine's source: (engine, target, one of the asks that are to blame)
+FLAGS = {"transformers": "trust_remote_code=True", "vLLM": "--trust-remote-code"}  # for a folder with its own code
+# why some rows are wrong, from the engine's source code: (engine, target, the needed feature at fault) -> reason
 BECAUSE: Mapping[tuple[str, str, str], str] = {
     (engine, target, ask): why for engine, target, ask, why in json.loads(FILE.with_name("because.json").read_text())
 }
 
 
 def asks(moe: MoESpec) -> tuple[str, ...]:
-    """What the model asks of an engine beyond a plain Llama with plain experts in each layer."""
+    """Return the features that the model needs from an engine, beyond a plain Llama with plain experts."""
     d = moe.dense
     asked = {
         "normalised weights": moe.weights_sum_to_one,
@@ -66,7 +67,7 @@ def table() -> Mapping[str, Any]:
 
 
 def fits(target: str, moe: MoESpec) -> tuple[list[str], list[str], list[str]]:
-    """(engines that read it right, 'ENGINE: why not' of those that do not, 'ENGINE: what' where it was not tried)."""
+    """Return the engines that read the model correctly, then 'ENGINE: why not', then 'ENGINE: what was not tried'."""
     asked, right, wrong, untried = set(asks(moe)), ["transformers"], [], []
     for engine in table()["engines"]:
         rows = [row for row in table()["rows"] if row["target"] == target and engine in row["read"]]
@@ -85,7 +86,7 @@ def fits(target: str, moe: MoESpec) -> tuple[list[str], list[str], list[str]]:
 def blamed(
     engine: str, target: str, rows: Sequence[Mapping[str, Any]], known: set[str], asked: set[str]
 ) -> Iterator[str]:
-    """Why the engine does not read a model that asks `asked`, for each row that says so."""
+    """Yield a reason for each row which shows that the engine cannot read a model with the features `asked`."""
     for row in rows:
         said = row["read"][engine]
         blame = [ask for ask in row["asks"] if ask not in known] or row["asks"]
@@ -95,12 +96,15 @@ def blamed(
 
 
 def sentence(target: str, config: Mapping[str, Any]) -> str:
-    """transformers, vLLM; not MLX: ...; not tried: ... Of a config.json, because that is what an engine sees."""
+    """Return the plan's sentence on engines: 'transformers, vLLM; not MLX: ...; not tried: ...'.
+
+    It starts from config.json, because an engine sees only that.
+    """
     if target in siblings.MOE:
         return "transformers; no other engine was tried"
     chosen = registry.readable(target)
     right, wrong, untried = fits(target, chosen.read(config))
-    if not chosen.can.stock:  # the other engines have no class for it and run no code of a folder
+    if not chosen.can.stock:  # the other engines have no class for it and do not run code from a folder
         right = [f"{engine} with {FLAGS[engine]}" for engine in right]
         untried = [what for what in untried if not what.endswith("this architecture")]
     return "; ".join(

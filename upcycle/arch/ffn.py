@@ -1,10 +1,11 @@
-"""FFN: a feed-forward block as one value, and the algebra of its neurons.
+"""Hold a feed-forward block (FFN) as one value, and select, scale and change its neurons.
 
-A neuron is row n of `gate` and `up` (with their biases) and column n of `down`. Permuting neurons changes nothing;
-cutting them into disjoint sets makes blocks whose outputs add up. Every initialisation method is built from that.
+Neuron n is row n of `gate` and `up` (with their biases) and column n of `down`. The order of neurons does not change
+the output. If neurons are split into disjoint sets, the outputs of the sets add up to the whole output. Every
+initialisation method uses these two facts.
 
-An FFN is lazy: it holds a function from matrix name to tensor, so `expert["down"]` reads the source's `down` and no
-other matrix, and selecting or perturbing neurons costs work only in the matrices that are read.
+An FFN is lazy: it holds a function from a matrix's name to its tensor. `expert["down"]` reads only `down` from the
+source, and selecting or changing neurons costs work only for the matrices that are read.
 
 Shapes: F neurons (width), D hidden size, T tokens.  gate_FD  up_FD  down_DF  gate_bias_F  up_bias_F  down_bias_D
 """
@@ -29,14 +30,14 @@ CLAMPED, ALPHA, LIMIT = "clamped_swiglu", 1.702, 7.0  # GPT-OSS
 
 
 def gated_product(activation: str, gate: Tensor, up: Tensor) -> Tensor:
-    """What lies between the products of a gated FFN."""
+    """Return the input of `down`, made from the outputs of `gate` and `up`."""
     if activation == CLAMPED:
         gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
         return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
     return ACTIVATIONS[activation](gate) * up
 
 
-# The dim of each matrix along which the neurons lie; down_bias belongs to no neuron.
+# The dimension of each matrix that counts neurons; down_bias belongs to no neuron.
 NEURON_DIM: Mapping[str, int] = {"gate": 0, "up": 0, "down": 1, "gate_bias": 0, "up_bias": 0}
 MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
@@ -45,12 +46,12 @@ MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 class FFN:
     width: int
     hidden: int
-    matrices: tuple[str, ...]  # which of MATRICES it has; no "gate" means not gated
+    matrices: tuple[str, ...]  # the ones it has, from MATRICES; without "gate" it is not gated
     read: Callable[[str], Tensor]
 
     @staticmethod
     def of(**tensors: Tensor) -> FFN:
-        """An FFN of tensors in memory: FFN.of(gate=..., up=..., down=...)."""
+        """Make an FFN from tensors in memory: FFN.of(gate=..., up=..., down=...)."""
         names = tuple(name for name in MATRICES if name in tensors)
         hidden, width = tensors["down"].shape
         return FFN(width, hidden, names, tensors.__getitem__)
@@ -63,7 +64,7 @@ class FFN:
         return self.read(matrix)
 
     def neurons(self, index: slice | Tensor) -> FFN:
-        """The FFN of the neurons at `index`, in that order. With a slice its matrices are views and copy nothing."""
+        """Return an FFN of the neurons at `index`, in that order; a slice gives views and copies nothing."""
         width = len(range(self.width)[index]) if isinstance(index, slice) else index.numel()
 
         def read(matrix: str) -> Tensor:
@@ -80,21 +81,23 @@ class FFN:
         return replace(self, matrices=tuple(m for m in self.matrices if not m.startswith("gate")))
 
     def with_gate_as_up(self) -> FFN:
-        """A gated FFN with gate = up: with relu it computes squared ReLU, relu(u) * u. Scale `up` after this, not
-        before: the gate must stay unscaled."""
+        """Return a gated FFN whose gate is a copy of `up`; with relu it computes squared ReLU, relu(u) * u.
+
+        Scale `up` after this call, not before, because the gate must stay unscaled.
+        """
         matrices = tuple(m for m in MATRICES if m.replace("gate", "up") in self.matrices)
         return replace(self, matrices=matrices, read=lambda matrix: self.read(matrix.replace("gate", "up")))
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> FFN:
-        """An FFN whose matrices pass through `change(name, matrix)` when they are read."""
+        """Return an FFN that calls `change(name, matrix)` on each matrix when it is read."""
         return replace(self, read=lambda matrix: change(matrix, self.read(matrix)))
 
     def scaled(self, factors: Mapping[str, float]) -> FFN:
-        """An FFN with matrices times `factors`, in float32 or wider so that bf16 is rounded once, at the end."""
+        """Return an FFN with each matrix multiplied by its factor, in float32 or wider, to round bf16 only once."""
         return self.map(lambda matrix, w: scale(w, factors.get(matrix, 1.0)))
 
     def __call__(self, x_TD: Tensor, activation: str) -> Tensor:
-        """Apply the block to x_TD; for references and estimates, not for speed."""
+        """Apply the block to x_TD; this serves references and estimates and is not fast."""
         bias = {m: self.read(m) if m in self.matrices else None for m in ("gate_bias", "up_bias", "down_bias")}
         h_TF = functional.linear(x_TD, self["up"], bias["up_bias"])
         act = ACTIVATIONS[activation]
@@ -104,5 +107,5 @@ class FFN:
 
 def scale(w: Tensor, factor: float) -> Tensor:
     if factor == 1.0:
-        return w  # a copy stays the source's own bytes
+        return w  # a copy keeps the bytes of the source
     return w.to(torch.promote_types(w.dtype, torch.float32)) * factor

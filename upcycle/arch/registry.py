@@ -23,10 +23,10 @@ def family(model_type: Any) -> AnyDense:
     known = sorted([*plugin.names(FAMILIES), *siblings.DENSE])
     if model_type in [*plugin.names(TARGETS), *plugin.names(NATIVES), *siblings.MOE]:
         raise ValueError(
-            f"config.json has model_type {model_type!r}, which is a mixture of experts already; give a dense model, of "
+            f"config.json has model_type {model_type!r}, which is a mixture of experts already; give a dense model of "
             f"one of the families {', '.join(known)}"
         )
-    if model_type not in known:  # no nearest name: programs write this key, so another name is another architecture
+    if model_type not in known:  # programs write this key, so a similar name would be no help
         raise ValueError(f"config.json has model_type {short(model_type)}; dense families known: {', '.join(known)}")
     found: Family = plugin.load(FAMILIES, model_type).FAMILY
     return found
@@ -40,13 +40,13 @@ def target(name: str) -> AnyTarget:
 
 
 def readable(name: str) -> Target:
-    """Return the target of this name, of those whose config.json can be read as an MoESpec."""
+    """Return the target of this name; only targets whose config.json can be read as an MoESpec are searched."""
     found: Target = plugin.load(TARGETS, name).TARGET
     return found
 
 
 def any_of(model_type: Any) -> Family | Native:
-    """Return the architecture of this name whose config.json can be read as a spec, dense or MoE."""
+    """Return the architecture of this name, dense or MoE, that can read its config.json as a spec."""
     package = next((p for p in (FAMILIES, NATIVES) if model_type in plugin.names(p)), TARGETS)
     module = plugin.load(package, model_type)
     found: Family | Native = getattr(module, {FAMILIES: "FAMILY", NATIVES: "NATIVE", TARGETS: "TARGET"}[package])
@@ -54,6 +54,6 @@ def any_of(model_type: Any) -> Family | Native:
 
 
 def native(name: str) -> Native:
-    """Return the MoE architecture of this name that is trained as it is."""
+    """Return the MoE architecture of this name that can be trained but not converted to."""
     found: Native = plugin.load(NATIVES, name).NATIVE
     return found

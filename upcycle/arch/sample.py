@@ -1,4 +1,4 @@
-"""`make_llama`: a Llama of any size with random weights, written tensor by tensor, for the demo and the benchmark."""
+"""Write a Llama of any size with random weights, tensor by tensor, for the demo and the benchmark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ SMALL = TINYLLAMA | {
 
 
 def make_llama(folder: Path, config: Mapping[str, Any] = SMALL, *, seed: int = 0) -> Path:
-    """Write a model that transformers loads to `folder` and return it. Each tensor has its own named randomness."""
+    """Write a model that transformers can load into `folder`, and return `folder`.
+
+    Each tensor draws from its own named generator.
+    """
     full = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -46,7 +49,7 @@ def make_llama(folder: Path, config: Mapping[str, Any] = SMALL, *, seed: int = 0
             if "norm" in role:
                 tensor = 1 + 0.1 * rng.normal(output.shape, seed, role)
             else:
-                # 64 MB of random numbers, repeated: random enough here, and much faster to draw for billions of weights
+                # draw 64 MB of random numbers and repeat them, which is much faster for billions of weights
                 drawn = rng.normal((min(prod(output.shape), 1 << 24),), seed, role)
                 tensor = drawn.repeat(-(-prod(output.shape) // drawn.numel()))[: prod(output.shape)].view(output.shape)
                 tensor = tensor * (output.shape[-1] ** -0.5 if role != "embed.weight" else 1.0)

@@ -1,11 +1,11 @@
-"""Siblings: dense architectures of transformers that have a mixture of experts of the same build.
+"""Pair dense architectures of transformers with a mixture of experts that is built the same way (a sibling).
 
-A conversion touches FFNs alone. Where everything else of the two is the same, nothing else needs to be understood: each
-other tensor passes through under its own name and config.json is copied, with the keys of the MoE blocks in it. A pair
-is a row of PAIRS. Such a model is planned, converted and verified like any other; the decoder of `training`, which
-needs a model as a DenseSpec, does not have it.
+A conversion changes only FFNs. If the two architectures are the same in everything else, this code does not need to
+understand the rest: it copies every other tensor under its own name, and copies config.json with the keys of the MoE
+blocks added. Each row of PAIRS is one pair. Such a model is planned, converted and verified like any other. The decoder
+of `training` cannot compute it, because that decoder needs a complete DenseSpec.
 
-`Dense` is what a file in families/ is, `MoE` what a file in targets/ is, both made of a row.
+From a row, `Dense` does the job of a file in families/, and `MoE` the job of a file in targets/.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from upcycle.io import typed
 from upcycle.io.checkpoint import Entry
 
 LEAST = 64  # neurons of zeros where a shared expert is mandatory and the plan has none
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # of the DenseSpec: what the model has stays in its config.json
-# keys that are not of the model, or not of this one
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # a stand-in: the real rope stays in config.json
+# keys that do not describe the model, or describe the dense one
 LEFT_OUT = ("architectures", "auto_map", "torch_dtype", "transformers_version", "_name_or_path")
-# in which donors may differ
+# keys whose values may differ between donors
 FREE = {
     *LEFT_OUT, "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings",
     "use_cache",
 }  # fmt: skip
-PREFIXES = ("model.", "model.language_model.")  # of the decoder's tensors; the second beside an image encoder
+PREFIXES = ("model.", "model.language_model.")  # of the decoder's tensors; the second is for models with images
 
 
 def width_stated(config: Config) -> int:
@@ -40,7 +40,7 @@ def width_stated(config: Config) -> int:
 
 
 def width_of_lfm2(config: Config) -> int:
-    """Return the FFN width: by default two thirds of what is stated, rounded up."""
+    """Return the FFN width; by default it is two thirds of the stated width, rounded up."""
     width = typed.whole(config, "block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size")
     if not typed.flag(config, "block_auto_adjust_ff_dim", True):
         return width
@@ -50,7 +50,7 @@ def width_of_lfm2(config: Config) -> int:
 
 
 def width_of_granite(config: Config) -> int:
-    """Return the FFN width, which the config calls that of the shared expert."""
+    """Return the FFN width; config.json calls it the width of the shared expert."""
     if typed.whole(config, "num_local_experts", 8, low=0):
         raise ValueError(
             f"config.json of this granitemoehybrid model has {config.get('num_local_experts', 8)} experts "
@@ -68,27 +68,27 @@ def lfm2_layers(text: Config) -> list[str]:
 @dataclass(frozen=True)
 class Pair:
     dense: str  # model_type of the dense architecture
-    moe: str  # and of its sibling
+    moe: str  # model_type of its sibling
     architecture: str  # the sibling's class
-    can: Abilities  # of the MoE blocks; of the dense part nothing is asked
-    keys: Callable[[MoESpec, Config], dict[str, Any]]  # what the sibling's config.json (or text_config) says besides
-    kv_heads: int | None = None  # where config.json does not say
-    head_dim: int | None = None
+    can: Abilities  # only the fields on MoE blocks matter; the dense part is copied
+    keys: Callable[[MoESpec, Config], dict[str, Any]]  # keys added to the sibling's config.json (or text_config)
+    kv_heads: int | None = None  # the default for an absent key
+    head_dim: int | None = None  # the default for an absent key
     without: tuple[str, ...] = ()  # keys of the dense model that its sibling does not have
     only: Mapping[str, Any] = field(default_factory=dict)  # keys with the one value that the sibling can hold
-    width: Callable[[Config], int] = width_stated  # of the dense FFN
+    width: Callable[[Config], int] = width_stated  # reads the width of the dense FFN
     # names of tensors, under model.layers.L.
     dense_block: str = "mlp"
-    names: tuple[str, str, str] = GATED  # of gate, up and down; of two names the first holds gate and up
+    names: tuple[str, str, str] = GATED  # gate, up and down; if the third is empty, the first holds gate and up
     block: str = "mlp"
     router: str = "gate.weight"
-    bias: str = ""  # of the choice of experts, float32 zeros
+    bias: str = ""  # zeros in float32 for the choice of experts
     bias_dims: int = 1
-    shared: str = ""  # the shared expert, beside `block` where it holds a dot
+    shared: str = ""  # the shared expert, under `block`
     shared_gate: str = ""
     least: Callable[[MoESpec], int] = lambda moe: 0  # neurons of a mandatory shared expert
-    fused: bool = False  # experts lie stacked in two tensors, as in granitemoe
-    wrapped: str = ""  # model_type of the sibling's text_config, where the model is one beside an image encoder
+    fused: bool = False  # two tensors hold all experts, as in granitemoe
+    wrapped: str = ""  # model_type of the sibling's text_config, if the model has an image encoder
 
 
 def first_dense(moe: MoESpec) -> int:
@@ -161,7 +161,7 @@ PAIRS = (
             "intermediate_size": moe.width,
             "prefix_dense_intermediate_size": moe.dense.ffn,
             "mlp_layer_types": ["sparse" if i in moe.layers else "dense" for i in range(moe.dense.layers)],
-            "head_dim": moe.dense.hidden // moe.dense.heads,  # which the dense class always has
+            "head_dim": moe.dense.hidden // moe.dense.heads,  # the dense class always has this value
         },
         shared="shared_experts",
     ),
@@ -193,7 +193,7 @@ PAIRS = (
         block="feed_forward",
         bias="expert_bias",
     ),
-    Pair(  # Granite 4 without experts, with or without Mamba layers: one class holds both
+    Pair(  # Granite 4 without experts, with or without Mamba layers: one class holds dense and MoE
         "granitemoehybrid",
         "granitemoehybrid",
         "GraniteMoeHybridForCausalLM",
@@ -221,25 +221,27 @@ MOE = {pair.moe: pair for pair in PAIRS}
 
 
 def target_of(moe: MoESpec, asked: str) -> tuple[str, str]:
-    """Return (target, why) of a dense model of PAIRS; raise a ValueError if another target is asked for, or if this one
-    cannot hold the experts."""
+    """Return the target of a dense model in PAIRS, and why it was chosen.
+
+    Raise a ValueError if the user asked for another target, or if this target cannot hold the experts.
+    """
     pair = DENSE[moe.dense.family]
     if asked not in ("auto", pair.moe):
         raise ValueError(
-            f"target is {asked}, but all of a {pair.dense} model except its FFNs is carried over by name, which its "
-            f"sibling {pair.moe} alone can hold; write target=auto"
+            f"target is {asked}, but all of a {pair.dense} model except its FFNs is copied by name, and only its "
+            f"sibling {pair.moe} can hold that; write target=auto"
         )
     reasons = refusals(pair.can, moe)
     if reasons:
         scores = "" if moe.score in pair.can.scores else f"; write router.score={' or '.join(sorted(pair.can.scores))}"
         raise ValueError(
-            f"target {pair.moe}, the only one of a {pair.dense} model, cannot hold {'; nor '.join(reasons)}{scores}"
+            f"target {pair.moe}, the only target for a {pair.dense} model, cannot hold {'; nor '.join(reasons)}{scores}"
         )
-    return pair.moe, f"the sibling of {pair.dense} in transformers: all but the FFNs is carried over by name, exactly"
+    return pair.moe, f"the sibling of {pair.dense} in transformers: all except the FFNs is copied by name, exactly"
 
 
 def text_of(config: Config) -> Config:
-    """Return what config.json says of the language model: all of it, or its text_config."""
+    """Return the part of config.json that describes the language model: all of it, or its text_config."""
     if config.get("text_config") is None:
         return config
     if not isinstance(config["text_config"], Mapping):
@@ -250,7 +252,7 @@ def text_of(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class Dense:
-    """A dense architecture of PAIRS, as a file in families/ is one."""
+    """A dense architecture of PAIRS; it has the interface of a Family."""
 
     pair: Pair
     ignored: tuple[str, ...] = ROTARY_BUFFERS
@@ -265,7 +267,7 @@ class Dense:
         fixed = {"rope": ROPE, "carried": Carried(config)}
         family = Family(pair.dense, context=4096, kv_heads=pair.kv_heads, head_dim=pair.head_dim, fixed=fixed)
         spec = family.read({**text, **named})
-        pair.keys(self.plainest(spec), text)  # what only the writing of config.json reads is checked here too
+        pair.keys(self.plainest(spec), text)  # checks keys that otherwise only the writing of config.json reads
         return spec
 
     @staticmethod
@@ -273,7 +275,7 @@ class Dense:
         return MoESpec(spec, tuple(range(spec.layers)), (spec.ffn,), top_k=1, copies=1)
 
     def carry(self, spec: DenseSpec, entries: Mapping[str, Entry]) -> DenseSpec:
-        """Return `spec` with every tensor that is no part of an FFN, by its name."""
+        """Return `spec` with the name, shape and dtype of every tensor that is not part of an FFN."""
         assert spec.carried is not None
         first = {prefix: self.names(prefix, 0)["gate"].name for prefix in PREFIXES}
         prefix = next((p for p in PREFIXES if first[p] in entries), PREFIXES[0])
@@ -287,13 +289,13 @@ class Dense:
         beyond = [name for name in tensors if (found := layer.match(name)) and int(found[1]) >= spec.layers]
         if beyond:
             raise ValueError(
-                f"there is a tensor {beyond[0]!r}, but config.json promises {spec.layers} layers (0 to "
-                f"{spec.layers - 1}); do the two belong together?"
+                f"the checkpoint has a tensor {beyond[0]!r}, but config.json says {spec.layers} layers (0 to "
+                f"{spec.layers - 1}); give a folder whose files belong together"
             )
         return replace(spec, carried=replace(spec.carried, tensors=tensors, prefix=prefix))
 
     def names(self, prefix: str, layer: int, ffn: int = 0) -> dict[str, Source]:
-        """Return where gate, up and down of a layer lie."""
+        """Return where the checkpoint holds gate, up and down of a layer."""
         block, (one, two, three) = f"{prefix}layers.{layer}.{self.pair.dense_block}", self.pair.names
         if three:
             names = zip(PARTS, (one, two, three), strict=True)
@@ -313,7 +315,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class MoE:
-    """The MoE architecture of a row of PAIRS, as a file in targets/ is one."""
+    """The MoE architecture of a row of PAIRS; it has the interface of a Target."""
 
     pair: Pair
 
@@ -343,21 +345,21 @@ class MoE:
         return whole | {"text_config": text | {"model_type": pair.wrapped}} | own
 
     def slots(self, moe: MoESpec) -> Iterator[Slot]:
-        """Yield the carried tensors outside of layers, then layer by layer the carried ones and the FFN."""
+        """Yield the copied tensors outside of layers, then for each layer its copied tensors and its FFN."""
         pair, carried = self.pair, moe.dense.carried
         assert carried is not None
         start = re.compile(rf"{re.escape(carried.prefix)}layers\.([0-9]+)\.")
         layers: dict[int, list[Slot]] = {}
         for name, (shape, dtype) in carried.tensors.items():
             found = start.match(name)
-            own = "" if dtype == moe.dense.dtype else dtype  # a few are float32 in a bfloat16 model, and stay so
+            own = "" if dtype == moe.dense.dtype else dtype  # a bfloat16 model may have a few float32 tensors
             layers.setdefault(int(found[1]) if found else -1, []).append(Slot(name, (f"carried.{name}",), shape, own))
         yield from layers.get(-1, [])
         for layer in range(moe.dense.layers):
             yield from layers.get(layer, [])
             for slot in self.ffn(moe, f"{carried.prefix}layers.{layer}", layer):
                 if slot.name in carried.tensors:
-                    raise ValueError(f"the source has a tensor {slot.name!r}, which no dense {pair.dense} model has")
+                    raise ValueError(f"the source has a tensor {slot.name!r}, but no dense {pair.dense} model has one")
                 yield slot
 
     def ffn(self, moe: MoESpec, prefix: str, layer: int) -> Iterator[Slot]:
@@ -380,7 +382,7 @@ class MoE:
             yield one(moe, f"{block}.{pair.shared_gate}", f"{role}.shared_gate.weight")
 
     def routers(self, entries: Mapping[str, Entry]) -> dict[int, str]:
-        """Return the router's name in each MoE layer of a folder."""
+        """Return the name of the router's tensor in each MoE layer of a folder."""
         name = re.compile(rf".*layers\.([0-9]+)\.{re.escape(f'{self.pair.block}.{self.pair.router}')}")
         return dict(sorted((int(found[1]), found[0]) for found in map(name.fullmatch, entries) if found))
 
@@ -388,18 +390,18 @@ class MoE:
         pair, carried = self.pair, moe.dense.carried
         assert carried is not None
         sentence = (
-            f"training computes {pair.moe} by transformers' own code, with FSDP and mesh.ep alone; our own evaluation "
-            "does not have it: evaluate it with model=hf"
+            f"training computes {pair.moe} by the code of transformers, with FSDP and mesh.ep only; our own evaluation "
+            "cannot compute it: evaluate it with model=hf"
             if not pair.wrapped
-            else f"plan, convert and verify know {pair.moe}; training and our own evaluation do not: use other tools"
+            else f"plan, convert and verify support {pair.moe}; training and our own evaluation do not: use other tools"
         )
-        mtp = "the layers for multi-token prediction (mtp.) are carried over dense; transformers ignores them"
+        mtp = "the layers for multi-token prediction (mtp.) are copied and stay dense; transformers ignores them"
         found = common.notes(moe, pair.can, {}, pair.least(moe))
         return [sentence, *found, *([mtp] if any(name.startswith("mtp.") for name in carried.tensors) else [])]
 
 
 def fused_slots(moe: MoESpec, prefix: str, layer: int) -> Iterator[Slot]:
-    """Yield one block of granitemoehybrid: the experts of granitemoe, and always a shared one."""
+    """Yield the slots of one MoE block of granitemoehybrid: the experts of granitemoe, and always a shared expert."""
     yield from granitemoe.fused_slots(moe, prefix, layer)
     if not moe.shared:
         for name, shape in {"input": (2 * LEAST, moe.dense.hidden), "output": (moe.dense.hidden, LEAST)}.items():

@@ -1,4 +1,4 @@
-"""The tensors of an MoE on disk: Slots, by the names of the Llama line unless a caller gives others."""
+"""List the tensors of an MoE on disk as Slots; names follow Llama unless a caller gives others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from upcycle.arch.spec import MoESpec
 LLAMA: Mapping[str, str] = {
     "embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head",
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_out_norm": "attention_out_layernorm", "ffn_out_norm": "mlp_out_layernorm",  # in `upcycled` alone
+    "attn_out_norm": "attention_out_layernorm", "ffn_out_norm": "mlp_out_layernorm",  # only in `upcycled`
     "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
     "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
     "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
@@ -21,24 +21,27 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 class Slot(NamedTuple):
-    """One tensor on disk: the roles it holds, stacked along dim 0, then viewed as `shape`. With an `order`: viewed as
-    `view`, its dimensions (but the first, of experts) put in this order, and that viewed as `shape`."""
+    """One tensor on disk.
+
+    It stacks the tensors of `roles` along dim 0 and views the result as `shape`. With an `order`, it first views the
+    stack as `view`, permutes the dimensions by `order`, and views that as `shape`.
+    """
 
     name: str
     roles: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: str = ""  # "": the model's dtype; a correction bias is float32
+    dtype: str = ""  # "" means the model's dtype; a correction bias is float32
     view: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
 
 
 def one(moe: MoESpec, name: str, role: str, dtype: str = "") -> Slot:
-    """Return a slot of one role, in the role's shape."""
+    """Return a slot for one role, with the role's shape."""
     return Slot(name, (role,), moe.shape(role), dtype)
 
 
 def stack(moe: MoESpec, name: str, roles: Iterable[str], shape: tuple[int, ...]) -> Slot:
-    """Return a slot of several roles, stacked and viewed as `shape`."""
+    """Return a slot that stacks several roles and views them as `shape`."""
     slot = Slot(name, tuple(roles), shape)
     assert sum(prod(moe.shape(role)) for role in slot.roles) == prod(shape), name
     return slot
@@ -49,7 +52,7 @@ def ffn_slots(
 ) -> Iterator[Slot]:
     """Yield the slots of one FFN: dense (role 'layers.L'), expert ('layers.L.experts.I') or shared ('layers.L.shared').
 
-    A gate is written even if the donor has none (see abilities.relu2_as_gated), unless `gate` is False.
+    The FFN gets a gate even if the dense model has none (see abilities.relu2_as_gated), unless `gate` is False.
     """
     for part, name in list(zip(PARTS, names, strict=True))[not gate :]:
         yield one(moe, f"{prefix}.{name}.weight", f"{role}.{part}.weight")
@@ -58,8 +61,10 @@ def ffn_slots(
 
 
 def expert_slots(moe: MoESpec, layer: int, *, bias: bool = False, gate: bool = True) -> Iterator[Slot]:
-    """Yield the slots of router and routed experts, by the names that most architectures share. `bias`: the router has
-    one, of the choice alone."""
+    """Yield the slots of the router and the routed experts, by the names that most architectures share.
+
+    `bias`: the router has a bias, which affects only the choice of experts.
+    """
     prefix, role = f"model.layers.{layer}.mlp", f"layers.{layer}"
     yield one(moe, f"{prefix}.gate.weight", f"{role}.router.weight")
     if bias:
@@ -71,9 +76,9 @@ def expert_slots(moe: MoESpec, layer: int, *, bias: bool = False, gate: bool = T
 def shared_slots(
     moe: MoESpec, prefix: str, layer: int, least: int, names: tuple[str, str, str] = GATED
 ) -> Iterator[Slot]:
-    """Yield the slots of a mandatory shared expert: `least` neurons of zeros if the model has none.
+    """Yield the slots of a mandatory shared expert; if the model has none, write `least` neurons of zeros.
 
-    Tensors of size 0 would do as well, but vLLM refuses them.
+    Tensors of size 0 would work too, but vLLM refuses them.
     """
     width, hidden = moe.shared or least, moe.dense.hidden
     for part, name in zip(PARTS, names, strict=True):
@@ -82,7 +87,7 @@ def shared_slots(
 
 
 def sigmoid_slots(moe: MoESpec, layer: int) -> Iterator[Slot]:
-    """Yield the slots of one MoE block of the DeepSeek-V3 line."""
+    """Yield the slots of one MoE block as in DeepSeek-V3."""
     yield from expert_slots(moe, layer, bias=True)
     yield from shared_slots(moe, f"model.layers.{layer}.mlp.shared_experts", layer, moe.width)
 
@@ -96,9 +101,9 @@ def model_slots(
     untie: bool,
     biases: Iterable[str],
 ) -> Iterator[Slot]:
-    """Yield the slots of a whole Llama-like model. `block(moe, layer)` yields those of one MoE block.
+    """Yield the slots of a whole Llama-like model; `block(moe, layer)` yields the slots of one MoE block.
 
-    `untie`: write the head of a tied model too. `biases`: the roles that are written even if the donor has none.
+    `untie`: write the head of a tied model too. `biases`: roles to write even if the dense model has none.
     """
     d = moe.dense
     shapes = [*d.global_shapes(), *(["head.weight"] if d.tied and untie else [])]

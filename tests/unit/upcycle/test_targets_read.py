@@ -157,7 +157,7 @@ def test_slices_are_read_and_must_divide() -> None:
     assert (view.copies, view.granularity, view.slices, view.experts) == (3, 2, 2, 6)
     assert ours.read(ours.config(replace(moe, choice="any"))).slices == 1
     for key, value in {"expert_slices": 4, "num_experts_per_tok": 3}.items():
-        with pytest.raises(ValueError, match=r"slices, which 6 experts and top-. are no multiple of"):
+        with pytest.raises(ValueError, match=r"slices, but 6 experts and top-. must be multiples of that"):
             ours.read(ours.config(moe) | {key: value})
     with pytest.raises(ValueError, match="expert_slices=0"):
         ours.read(ours.config(moe) | {"expert_slices": 0})

@@ -1,1 +1,1 @@
-"""Dense architectures, one file each, named as `model_type` in config.json, with one name: FAMILY, a common.Family."""
+"""Dense architectures, one file each; the file has the name of its `model_type` and defines FAMILY, a common.Family."""

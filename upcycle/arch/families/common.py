@@ -1,8 +1,8 @@
-"""What the families share: config keys with transformers' defaults, and the tensor names of the Llama line.
+"""Read the config keys that families share, with transformers' defaults, and name tensors as Llama does.
 
-A default here or in a family is that of transformers' configuration class, because save_pretrained has at times left
-out values that equal the default, and hand-written configs still do. Keys are read with `typed`, so that a wrong type
-or value is one sentence.
+Every default, here and in a family, is the default of transformers' configuration class, because some versions of
+save_pretrained left out values equal to the default, and hand-written configs still do. Read keys with `typed`, so that
+a wrong type or value gives an error of one sentence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from upcycle.io import typed
 from upcycle.io.strict import short
 
 Config = typed.Config
-MAX_LAYERS, MAX_HEADS = 10_000, 65_536  # more are typing errors, and listing them would take seconds
+MAX_LAYERS, MAX_HEADS = 10_000, 65_536  # a higher number is a typing error, and listing so many would take seconds
 ROTARY_BUFFERS = (r".*rotary_emb\.inv_freq", r".*rotary_emb\.(cos|sin)_cached")
 ACTIVATION_NAMES: Mapping[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "relu": "relu", "relu2": "relu2",
@@ -33,23 +33,23 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-# Keys that any config.json may have and no DenseSpec can hold: key -> what to do instead.
+# Keys that any config.json may have but no DenseSpec can hold: key -> what to do instead.
 REFUSED = {
     "quantization_config": "upcycling needs the weights themselves, so give an unquantised checkpoint",
-    "per_layer_config": "every layer must have the same sizes here, so give a model whose layers are alike",
+    "per_layer_config": "every layer must have the same sizes, so give a model whose layers are all the same",
 }
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the checkpoint, or ranges of its rows in the order of use; no ranges mean all rows."""
+    """A tensor of the checkpoint, or ranges of its rows in the order of use; without ranges, all rows."""
 
     name: str
     rows: tuple[tuple[int, int], ...] = ()
     donor: int = 0
 
 
-# field of a DenseSpec -> key of config.json that switches it on, and its default
+# field of a DenseSpec -> the key of config.json that switches it on, and the default of the key
 ATTENTION: Mapping[str, tuple[str, bool]] = {
     "qkv_bias": ("attention_bias", False), "out_bias": ("attention_bias", False),
 }  # fmt: skip
@@ -58,7 +58,7 @@ ALL_BIASES: Mapping[str, tuple[str, bool]] = {**ATTENTION, "ffn_bias": ("mlp_bia
 
 @dataclass(frozen=True)
 class Family:
-    """A dense architecture: its fields of a DenseSpec, its defaults for absent keys, and where its tensors lie."""
+    """A dense architecture: its fields of a DenseSpec, its defaults for absent keys, and the names of its tensors."""
 
     name: str
     context: int
@@ -71,22 +71,22 @@ class Family:
     bos: int | None = None
     eos: int | None = None
     pad: int | None = None
-    flags: Mapping[str, tuple[str, bool]] = field(default_factory=dict)  # as ATTENTION
+    flags: Mapping[str, tuple[str, bool]] = field(default_factory=dict)  # in the form of ATTENTION
     rope: Mapping[str, Any] = field(default_factory=dict)  # arguments of the function `rope`
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that no key changes
-    own: Callable[[Config], Mapping[str, Any]] = lambda config: {}  # fields that keys of this family alone decide
-    adapt: Callable[[Config], Config] = lambda config: config  # the keys as every family has them
-    names: Mapping[str, str] = field(default_factory=dict)  # of modules whose name is not Llama's
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that no key can change
+    own: Callable[[Config], Mapping[str, Any]] = lambda config: {}  # fields from keys that only this family has
+    adapt: Callable[[Config], Config] = lambda config: config  # renames keys to the names that every family has
+    names: Mapping[str, str] = field(default_factory=dict)  # the modules whose names differ from Llama's
     model: str = "model"
     parts: Callable[[DenseSpec], Mapping[str, Source]] = lambda spec: {}  # roles that share a tensor
-    ignored: tuple[str, ...] = ROTARY_BUFFERS  # regular expressions of tensors that are not weights
+    ignored: tuple[str, ...] = ROTARY_BUFFERS  # regular expressions for tensors that are not weights
 
     def read(self, config: Config) -> DenseSpec:
-        """Return the DenseSpec of a config.json; raise a ValueError for what no model of this family can be."""
+        """Return the DenseSpec of a config.json; raise a ValueError if no model of this family can have its values."""
         config = self.adapt(config)
         refuse_foreign(config)
         hidden, heads = typed.whole(config, "hidden_size"), typed.whole(config, "num_attention_heads", high=MAX_HEADS)
-        # absent, these two are the family's own; null, they are what follows from the others
+        # if absent, these two have the default of the family; if null, they follow from other keys
         kv_heads = self.kv_heads if "num_key_value_heads" not in config else None
         head_dim = self.head_dim if "head_dim" not in config else None
         fields: dict[str, Any] = {
@@ -116,7 +116,7 @@ class Family:
         return spec
 
     def sources(self, spec: DenseSpec) -> dict[str, Source]:
-        """Return where each role of `spec` lies in the checkpoint."""
+        """Return the tensor of the checkpoint that holds each role of `spec`."""
         module = {**LLAMA, **self.names}
         out = {}
         for role, _ in spec.roles():
@@ -156,13 +156,16 @@ def dtype(config: Config) -> str:
 
 
 def tokens(config: Config, *, bos: int | None = None, eos: int | None = None, pad: int | None = None) -> dict[str, Any]:
-    """The special tokens of the file, or else this family's defaults. All three keys are always there (None: no token),
-    because for an absent key a target's class takes its own default, which is another token."""
+    """Return the special tokens that config.json states, or this family's defaults.
+
+    The result always has all three keys (None: no token), because the class of a target has its own default for an
+    absent key, which is another token.
+    """
     defaults = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
     for key in defaults:
         value, several = config.get(key), key == "eos_token_id"
         ids = value if several and isinstance(value, list) and value else [value]
-        if value is not None and not all(typed.is_whole(i, -1, typed.LARGEST) for i in ids):  # -1: none, in old files
+        if value is not None and not all(typed.is_whole(i, -1, typed.LARGEST) for i in ids):  # -1 means none
             raise typed.wrong(config, key, "a token's number" + (" or a list of them" if several else ""))
     return {key: config.get(key, default) for key, default in defaults.items()}
 
@@ -176,22 +179,22 @@ def rope(
     partial: float | None = None,
     original: int | None = None,
 ) -> dict[str, Any]:
-    """rope_parameters as transformers 5 writes them, from either generation of config.json.
+    """Return rope_parameters as transformers 5 writes them, from a config.json of transformers 4 or 5.
 
-    transformers 4 wrote rope_theta, partial_rotary_factor and rope_scaling (with `type` before `rope_type`) at the top
-    level. partial: this family's default share of rotated dimensions; None if it always rotates whole heads.
-    original: this family's default of the top-level original_max_position_embeddings.
+    transformers 4 wrote rope_theta, partial_rotary_factor and rope_scaling at the top level, and its older versions
+    called rope_type `type`. partial: this family's default share of rotated dimensions; None if it always rotates whole
+    heads. original: this family's default for original_max_position_embeddings at the top level.
     """
     out = stated_rope(config)
     old_name = out.pop("type", "default")
     kind: str = out.setdefault("rope_type", old_name)
     odd = "" if isinstance(kind, str) and kind in ROPE_TYPES else f"rope_type={short(kind)}"
-    # mrope_section: positions in several dimensions; a mapping as value: a rope for each layer type
+    # mrope_section means positions in several dimensions; a mapping as a value means a rope for each layer type
     odd = odd or ", ".join(k for k, v in out.items() if k == "mrope_section" or isinstance(v, Mapping))
     if odd:
         raise ValueError(
-            f"config.json's rope has {odd}, which is not supported; give a model with one rope for all layers, "
-            f"of one of the types {', '.join(ROPE_TYPES)}"
+            f"config.json's rope has {odd}, which is not supported; give a model with one rope for all layers, and "
+            f"with one of the types {', '.join(ROPE_TYPES)}"
         )
     missing = [key for key in ROPE_TYPES[kind] if out.get(key) is None]
     if missing:
@@ -210,7 +213,7 @@ def rope(
             )
         out["partial_rotary_factor"] = share
     if kind in ("yarn", "longrope", "llama3"):
-        # as in transformers, the top-level key wins over the one inside the rope
+        # as in transformers, the key at the top level overrides the key inside the rope
         top = config.get("original_max_position_embeddings", original)
         length = out.get("original_max_position_embeddings") if top is None else top
         out["original_max_position_embeddings"] = context if length is None else length
@@ -219,7 +222,7 @@ def rope(
 
 
 def stated_rope(config: Config) -> dict[str, Any]:
-    """A copy of the keys under rope_scaling or rope_parameters; empty if there are none."""
+    """Return a copy of the keys under rope_scaling or rope_parameters; it is empty if there are none."""
     for key in ("rope_scaling", "rope_parameters"):
         if config.get(key) is not None and not isinstance(config[key], Mapping):
             raise typed.wrong(config, key, "keys and values like rope_type and rope_theta")
@@ -227,9 +230,9 @@ def stated_rope(config: Config) -> dict[str, Any]:
 
 
 def check_rope(config: Config, rope: Mapping[str, Any]) -> None:
-    """Check types and ranges in a rope: a wrong number would fail only in the first forward pass of the result."""
+    """Check types and ranges in a rope, because a wrong number would fail only when the converted model first runs."""
     keys = {"model_type": config.get("model_type"), **rope}
-    typed.number(keys, "rope_theta", low=2, high=1e15)  # its logarithm is a divisor
+    typed.number(keys, "rope_theta", low=2, high=1e15)  # code divides by its logarithm
     for key in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
         typed.number(keys, key, 1.0)
     for key in ("mscale", "mscale_all_dim"):
@@ -243,12 +246,12 @@ def check_rope(config: Config, rope: Mapping[str, Any]) -> None:
 
 
 def check_rotation(spec: DenseSpec) -> None:
-    """Check the number of rotated dimensions of a head, and the lengths of longrope's factors."""
+    """Check the number of rotated dimensions of a head and the lengths of longrope's factors."""
     rotated = int(spec.rotary_dim * spec.partial_rotary)
     if rotated < 1:
         raise ValueError(
-            f"config.json of this {spec.family} model has head_dim={spec.rotary_dim}, of which a share of "
-            f"{spec.partial_rotary:g} is rotated; that must be one dimension or more"
+            f"config.json of this {spec.family} model has head_dim={spec.rotary_dim} and rotates a share of "
+            f"{spec.partial_rotary:g} of it; that must be one dimension or more"
         )
     for key in ("short_factor", "long_factor") if spec.rope["rope_type"] == "longrope" else ():
         got = spec.rope[key]
@@ -260,19 +263,22 @@ def check_rotation(spec: DenseSpec) -> None:
 
 
 def window(config: Config, default: int | None) -> int | None:
-    """sliding_window; None if it is null."""
+    """Return sliding_window; None if it is null."""
     stated = config.get("sliding_window", default)
     return None if stated is None else typed.whole(config, "sliding_window", default)
 
 
 def windows(config: Config, *, default: int | None) -> dict[str, Any]:
-    """DenseSpec's window fields for a family where `sliding_window`, unless null, holds in all layers (Mistral)."""
+    """Return the window fields of a DenseSpec if `sliding_window`, unless null, applies to all layers (Mistral)."""
     width = window(config, default)
     return {"window": width, "window_layers": tuple(range(layers(config))) if width is not None else ()}
 
 
 def windows_by_layer(config: Config) -> dict[str, Any]:
-    """DenseSpec's window fields for Qwen 2 and 3: a switch, and either layer_types or the first layer with a window."""
+    """Return the window fields of a DenseSpec as Qwen 2 and 3 state them.
+
+    They have a switch, and either layer_types or the number of the first layer with a window.
+    """
     count, width = layers(config), window(config, 4096) if typed.flag(config, "use_sliding_window") else None
     if config.get("layer_types") is None:
         first = typed.whole(config, "max_window_layers", 28, low=0) if width is not None else count
@@ -293,8 +299,10 @@ def windows_by_layer(config: Config) -> dict[str, Any]:
 
 
 def windows_by_type(config: Config, *, every: int) -> dict[str, Any]:
-    """DenseSpec's window fields for a family where `sliding_window` (4096 unless stated) holds in the layers that
-    layer_types names, by default in all but each `every`-th."""
+    """Return the window fields of a DenseSpec if layer_types names the layers with a window.
+
+    `sliding_window` is 4096 unless stated. Without layer_types, all layers have a window except each `every`-th.
+    """
     types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers(config))]
     stated = types if config.get("layer_types") is None else config["layer_types"]
     sliding = windows_by_layer({**config, "layer_types": stated, "use_sliding_window": True})
@@ -302,8 +310,10 @@ def windows_by_type(config: Config, *, every: int) -> dict[str, Any]:
 
 
 def layers_by_type(config: Config, *, every: int, thetas: tuple[float, float], context: int) -> dict[str, Any]:
-    """DenseSpec's windows and ropes for a family with a rope for each layer type. `thetas`: of the layers without and
-    with a window, where rope_parameters do not say."""
+    """Return the windows and ropes of a DenseSpec for a family with a rope for each layer type.
+
+    `thetas` are the defaults of rope_theta, first for layers without a window, then for layers with one.
+    """
     types, stated = ("full_attention", "sliding_attention"), config.get("rope_parameters")
     stated = {} if stated is None else stated
     if not isinstance(stated, Mapping) or not set(stated) <= set(types):
@@ -315,7 +325,7 @@ def layers_by_type(config: Config, *, every: int, thetas: tuple[float, float], c
             part |= stated_rope({**config, "rope_parameters": None})
         if part.get("rope_theta") is None:
             part["rope_theta"] = theta
-        # a length at the top level is not of one rope among several
+        # a length at the top level does not belong to one of several ropes
         alone = {**config, "rope_scaling": None, "rope_parameters": part, "original_max_position_embeddings": None}
         ropes.append(rope(alone, context=context_length(config, context)))
     if found and ropes[0] != ropes[1]:
@@ -333,5 +343,5 @@ def check_window_rope(rope: Mapping[str, Any]) -> None:
 
 
 def cap(config: Config, key: str, default: float | None) -> float:
-    """A soft cap; 0 where it is null."""
+    """Return a soft cap; 0 if it is null."""
     return 0.0 if config.get(key, default) is None else float(typed.number(config, key, default))

@@ -1,4 +1,4 @@
-"""Gemma 1: embeddings times sqrt(hidden), norms stored minus one, tanh GELU whatever the old files call it."""
+"""Gemma 1: embeddings times sqrt(hidden), norms stored minus one, and tanh GELU under any name in old files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def own(config: Config) -> dict[str, Any]:
     # The official files say "gelu" and mean the tanh approximation; transformers reads them so.
     act = activation(config, default="gelu_pytorch_tanh")
     act = "gelu_tanh" if act == "gelu" else act
-    # transformers 4 had hidden_activation as well; null meant the tanh approximation.
+    # transformers 4 also had hidden_activation; null meant the tanh approximation.
     if config.get("hidden_activation") is not None and activation(config, "hidden_activation") != act:
         raise ValueError(
             f"config.json has hidden_activation={config['hidden_activation']!r} and a hidden_act that means {act!r}; "
-            "transformers 4 and 5 disagree on which counts, so make them equal"
+            "transformers 4 and 5 disagree on which one counts, so make them equal"
         )
     only_causal(config)
     return {"activation": act, "embed_scale": float(typed.whole(config, "hidden_size")) ** 0.5}

@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma with a norm on both sides of attention and FFN, soft caps, and a window in every other layer."""
+"""Gemma 2: Gemma with norms before and after attention and FFN, soft caps, and a window in every other layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from upcycle.io import typed
 
 
 def sandwich(config: Config) -> dict[str, Any]:
-    """Return what Gemma 2 and 3 share, as fields of a DenseSpec."""
+    """Return the fields of a DenseSpec that Gemma 2 and 3 share."""
     only_causal(config)
     return {
         "activation": activation(config, "hidden_activation", "gelu_pytorch_tanh"),

@@ -1,5 +1,7 @@
-"""Gemma 3, the text models (270M, 1B): Gemma 2 with q and k normalised in place of the caps, a window in five layers of
-six, and a rope of their own for those."""
+"""Gemma 3, text models (270M, 1B): Gemma 2 with norms on q and k instead of caps on attention scores.
+
+Five of six layers have a window, and these layers have another rope.
+"""
 
 from __future__ import annotations
 

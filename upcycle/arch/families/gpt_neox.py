@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and FFN side by side, q, k, v interleaved head by head in one matrix."""
+"""GPT-NeoX and Pythia: attention and FFN in parallel; q, k and v share one matrix, interleaved head by head."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ FAMILY = Family(
         "o": "attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h",
     },
     parts=parts,
-    # Old files also hold two buffers: the causal mask and its fill value.
+    # Old files also hold two buffers, the causal mask and its fill value.
     ignored=(*ROTARY_BUFFERS, r".*\.attention\.(bias|masked_bias)"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Granite 3.x (dense): Llama with four multipliers. Its attention scale is stated, never 1/sqrt(head_dim)."""
+"""Granite 3.x (dense): Llama with four multipliers; config.json always states the attention scale."""
 
 from __future__ import annotations
 

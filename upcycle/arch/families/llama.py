@@ -1,4 +1,4 @@
-"""Llama 1 to 3.x and the models that reuse its class (Yi, SmolLM, TinyLlama, ...)."""
+"""Llama 1 to 3.x and models that use its class (Yi, SmolLM, TinyLlama and others)."""
 
 from __future__ import annotations
 

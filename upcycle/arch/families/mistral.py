@@ -1,4 +1,4 @@
-"""Mistral 7B, Nemo, Small: Llama with a sliding window. `sliding_window: null` means none; an absent key means 4096."""
+"""Mistral 7B, Nemo, Small: Llama with a sliding window; `sliding_window: null` means none, an absent key 4096."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nemotron-4 and Minitron: squared ReLU without a gate, LayerNorm stored minus one, half of each head rotated."""
+"""Nemotron-4 and Minitron: squared ReLU without a gate, LayerNorm stored minus one, half of each head rotates."""
 
 from __future__ import annotations
 

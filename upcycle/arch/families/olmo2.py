@@ -1,4 +1,4 @@
-"""OLMo 2: no norm before a block but one after it, and q and k normalised over all heads at once."""
+"""OLMo 2: a norm after each block instead of before it, and q and k normalised over all heads at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with windows in three layers of four. A stretched rope is that of the layers without a window only."""
+"""OLMo 3: OLMo 2 with windows in three of four layers; a stretched rope applies only to layers without a window."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ THETA = 500000.0
 def own(config: Config) -> Mapping[str, Any]:
     if config.get("rope_parameters") is None and typed.number(config, "rope_theta", THETA) != THETA:
         raise ValueError(
-            f"config.json has rope_theta={config['rope_theta']}, which transformers 4 takes for all layers and 5 for "
-            "those without a window only; state rope_parameters with full_attention and sliding_attention"
+            f"config.json has rope_theta={config['rope_theta']}, which transformers 4 uses for all layers and 5 only "
+            "for layers without a window; state rope_parameters with full_attention and sliding_attention"
         )
     return layers_by_type(config, every=4, thetas=(THETA, THETA), context=FAMILY.context)
 

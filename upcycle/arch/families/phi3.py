@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and 4: q, k, v stacked in one matrix, gate and up in another; some have LongRoPE, some partial rotary."""
+"""Phi-3, 3.5 and 4: one matrix holds q, k and v, another gate and up; some have LongRoPE, some partial rotary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from upcycle.arch.spec import DenseSpec
 
 
 def adapt(config: Config) -> Config:
-    """Return the config with LongRoPE under its own name: early Phi-3 files call it "su", or even "yarn"."""
+    """Return the config with LongRoPE under its own name; early Phi-3 files call it "su" or "yarn"."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     stated = common.stated_rope(config)
     if stated.get("rope_type", stated.get("type")) not in ("su", "yarn"):

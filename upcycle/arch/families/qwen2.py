@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and the models that reuse its class: biases on q, k, v alone; a window only if switched on."""
+"""Qwen 2, 2.5 and models that use its class: biases only on q, k and v; a window only if switched on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 3 (dense): each head's q and k are normalised; head_dim is 128 unless stated, whatever hidden / heads is."""
+"""Qwen 3 (dense): q and k of each head are normalised; head_dim is 128 unless stated, for any hidden / heads."""
 
 from __future__ import annotations
 

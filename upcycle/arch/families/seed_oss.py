@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases on q, k and v, and heads of 128 unless stated."""
+"""Seed-OSS: Llama with biases on q, k and v; head_dim is 128 unless stated."""
 
 from __future__ import annotations
 

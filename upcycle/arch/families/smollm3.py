@@ -1,4 +1,4 @@
-"""SmolLM 3: Llama, but every fourth layer rotates nothing."""
+"""SmolLM 3: Llama without rotation in every fourth layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nope_layers(config: Config) -> tuple[int, ...]:
 
 
 def windows(config: Config, nope: tuple[int, ...]) -> dict[str, Any]:
-    """Return the fields of windows: unless layer_types says otherwise, the layers that do not rotate have one."""
+    """Return the window fields; without layer_types, the layers that do not rotate have a window."""
     count, width = common.layers(config), common.window(config, None)
     on = typed.flag(config, "use_sliding_window") and width is not None
     types = ["sliding_attention" if on and layer in nope else "full_attention" for layer in range(count)]

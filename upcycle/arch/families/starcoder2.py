@@ -1,4 +1,4 @@
-"""StarCoder 2: LayerNorm, tanh GELU without a gate, biases on everything, embeddings tied."""
+"""StarCoder 2: LayerNorm, tanh GELU without a gate, biases everywhere, tied embeddings."""
 
 from __future__ import annotations
 

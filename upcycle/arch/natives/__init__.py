@@ -1,2 +1,4 @@
-"""MoE architectures that no dense model becomes here, one file each, named as `model_type` in config.json, with one
-name: NATIVE, a targets.common.Native. They are trained, evaluated and exported as they are."""
+"""MoE architectures that we train, evaluate and export but do not convert dense models to, one file each.
+
+The file has the name of its `model_type` in config.json and defines NATIVE, a targets.common.Native.
+"""

@@ -1,7 +1,8 @@
-"""DeepSeek-V3: latent attention; sigmoid scores with a correction bias, of which only the best groups of experts count.
+"""DeepSeek-V3: latent attention; sigmoid scores with a correction bias; a choice among the best groups of experts.
 
-Traps: the latents' norms have an epsilon of 1e-6, whatever rms_norm_eps is; a stretched rope's mscale_all_dim scales
-the logits, twice; and published weights are in FP8. The layers for multi-token prediction are not read.
+Three things are easy to miss. The norms of the latents have an epsilon of 1e-6 for any rms_norm_eps. The factor from
+mscale_all_dim of a stretched rope scales attention's logits twice. Published weights are in FP8. We do not read the
+layers for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class DeepSeek(Native):
 
 
 def adapt(config: Config) -> Config:
-    """Return the config without head_dim, where transformers writes the size of the part that turns."""
+    """Return the config without head_dim, because transformers writes the size of the rotated part there."""
     refuse_quantised(
         config,
         "cast them to bfloat16 first (inference/fp8_cast_bf16.py of the DeepSeek-V3 repository) and give that folder, "
@@ -45,7 +46,7 @@ def adapt(config: Config) -> Config:
 def own(config: Config) -> dict[str, Any]:
     own, turned = typed.whole(config, "qk_nope_head_dim", 128), typed.whole(config, "qk_rope_head_dim", 64)
     if turned % 2:
-        raise typed.wrong(config, "qk_rope_head_dim", "even, because dimensions turn in pairs")
+        raise typed.wrong(config, "qk_rope_head_dim", "even, because dimensions rotate in pairs")
     stretched = rope(config, context=context_length(config, 4096))
     direct = "q_lora_rank" in config and config["q_lora_rank"] is None
     latent = Latent(
@@ -60,7 +61,7 @@ def own(config: Config) -> dict[str, Any]:
 
 
 def mscale(rope: Config) -> float:
-    """Return what a stretched rope multiplies queries and keys with."""
+    """Return the factor by which a stretched rope multiplies queries and keys."""
     weight = rope.get("mscale_all_dim") if rope["rope_type"] != "default" else None
     return 0.1 * weight * math.log(rope["factor"]) + 1.0 if weight and rope["factor"] > 1 else 1.0
 
@@ -79,7 +80,7 @@ NATIVE = DeepSeek(
     Abilities(
         scores=frozenset({"sigmoid"}),
         normalize=EITHER,
-        multipliers=True,  # of the logits of attention alone
+        multipliers=True,  # only the multiplier of attention's logits
         shared="multiple",
         mixed="first-dense",
         output_scale=True,

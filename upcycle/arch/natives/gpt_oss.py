@@ -1,7 +1,7 @@
-"""GPT-OSS: sinks beside the keys of each head, windows in every other layer, biases everywhere (the router's logits
-have one too), and a gated product of clamped halves.
+"""GPT-OSS: attention sinks, windows in every other layer, biases everywhere (also on the router), a clamped SwiGLU.
 
-Experts are fused on disk, transposed and gate and up by turns: gate_up_proj is (N, D, 2F), down_proj (N, F, D).
+Two tensors hold all experts of a layer, transposed, with gate and up in alternate columns: gate_up_proj is (N, D, 2F),
+and down_proj is (N, F, D).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ NATIVE = GptOss(
         adapt=adapt,
     ),
     Abilities(qkv_bias=EITHER, out_bias=EITHER, ffn_bias=YES, activations=frozenset({CLAMPED}), windows="any"),
-    # a softmax over the chosen adds up to 1 already
+    # the weights of a softmax over the chosen experts already add up to 1
     moe=lambda config, dense: {"order": "topk-then-softmax", "normalize": False, "router_offset": True},
     block=block,
     width="intermediate_size",

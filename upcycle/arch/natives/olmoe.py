@@ -1,5 +1,7 @@
-"""OLMoE: queries and keys normalised over all heads at once, in blocks that are otherwise Llama's; softmax over all
-experts, the weights of the chosen normalised or not; every layer MoE."""
+"""OLMoE: blocks of Llama with q and k normalised over all heads at once; softmax, top-k, normalised or not.
+
+Every layer is MoE.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Code that is shipped inside output folders, for models that no architecture of transformers can hold."""
+"""Code that we copy into output folders, for models that no architecture of transformers can hold."""

@@ -1,17 +1,16 @@
 """A decoder with mixture-of-experts layers, for models that no architecture of transformers can hold.
 
-This one file is copied into the output folder and imported by transformers (trust_remote_code=True), so it needs
-nothing but torch and transformers. It covers what the dense families have between them (four block layouts, four
-norms, biases, q/k norms, partial rotary, windows, layers with a rope of their own or none, soft caps, multipliers)
-times what upcycling can make of an FFN (experts of any widths, in any layers, with a shared expert or not). With
-`moe_layers` empty it is the plain dense model.
+A conversion copies this one file into the output folder, and transformers imports it (trust_remote_code=True), so it
+needs only torch and transformers. It covers all features of the dense families: four block layouts, four norms, biases,
+q/k norms, partial rotary, windows, layers with another rope or without one, soft caps and multipliers. It combines them
+with experts of any widths, in any layers, with or without a shared expert. Without `moe_layers` the model is dense.
 
 Shapes: T tokens, D hidden size, N experts, K experts per token.
 """
 
 # mypy: disable-error-code="no-untyped-call, untyped-decorator, attr-defined"
 # ruff: noqa: RUF012
-# (transformers is not typed, and reads lists and dicts that are plain class attributes)
+# (transformers has no types, and it reads lists and dicts that are plain class attributes)
 
 import copy
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-# what transformers calls the cache of keys and values: 5.24 renamed it
+# the name that transformers gives the cache of keys and values; 5.24 changed it
 CACHE = "cache" if "cache" in MoeModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
@@ -43,13 +42,13 @@ class UpcycledConfig(PretrainedConfig):
 
     vocab_size: int = 256
     hidden_size: int = 64
-    intermediate_size: int = 128  # of dense layers
+    intermediate_size: int = 128  # the FFN width of dense layers
     num_hidden_layers: int = 2
     num_attention_heads: int = 4
     num_key_value_heads: int = 4
     head_dim: int = 16
     hidden_act: str = "silu"
-    gated: bool = True  # act(gate) * up; else act(up)
+    gated: bool = True  # True: act(gate) * up; False: act(up)
     max_position_embeddings: int = 2048
     block: str = "pre"  # pre | post | parallel | sandwich
     norm: str = "rms"  # rms | rms1p | layernorm | layernorm1p (1p: the stored weight is the gain minus one)
@@ -61,14 +60,14 @@ class UpcycledConfig(PretrainedConfig):
     rope_parameters: dict[str, Any] | None = None
     layer_types: list[str] | None = None  # full_attention | sliding_attention
     sliding_window: int | None = None
-    sliding_rope_parameters: dict[str, Any] | None = None  # of sliding_attention, if not rope_parameters
-    nope_layers: list[int] = field(default_factory=list)  # layers that rotate nothing
+    sliding_rope_parameters: dict[str, Any] | None = None  # for sliding_attention layers, if they differ
+    nope_layers: list[int] = field(default_factory=list)  # layers without rotation
     attn_logit_softcapping: float | None = None  # cap * tanh(x / cap) of the scaled q.k
-    final_logit_softcapping: float | None = None  # and of the scaled logits
+    final_logit_softcapping: float | None = None  # the same for the scaled logits
     attention_dropout: float = 0.0
-    attention_multiplier: float | None = None  # of q.k; none means head_dim ** -0.5
+    attention_multiplier: float | None = None  # multiplies q.k; None means head_dim ** -0.5
     embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of what attention and FFN add to the stream
+    residual_multiplier: float = 1.0  # multiplies the outputs of attention and FFN
     logit_multiplier: float = 1.0
     moe_layers: list[int] = field(default_factory=list)
     expert_widths: list[int] = field(default_factory=list)  # neurons of each routed expert
@@ -76,11 +75,11 @@ class UpcycledConfig(PretrainedConfig):
     num_experts_per_tok: int = 2
     scoring_func: str = "softmax"  # softmax | sigmoid
     router_order: str = "softmax-then-topk"  # softmax-then-topk | topk-then-softmax
-    expert_slices: int = 1  # so many classes of experts, e % expert_slices; as many are chosen of each
+    expert_slices: int = 1  # expert e is in class e % expert_slices; the router chooses equally from each class
     norm_topk_prob: bool = True  # divide the chosen weights by their sum
     routed_scaling_factor: float = 1.0  # multiplies the routed sum
-    output_router_logits: bool = False  # return router logits and the balance loss, and add that to the loss of labels
-    router_aux_loss_coef: float = 0.01  # the balance loss is a sum over MoE layers, 1 each in balance
+    output_router_logits: bool = False  # also return router logits and the balance loss, and add it to the loss
+    router_aux_loss_coef: float = 0.01  # the balance loss sums over MoE layers; a balanced layer adds 1
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -97,17 +96,17 @@ class UpcycledConfig(PretrainedConfig):
 
     @property
     def num_experts(self) -> int:
-        """Return how many experts a layer routes among, by the name that TRL and vLLM read."""
+        """Return the number of routed experts in a layer, under the name that TRL and vLLM read."""
         return len(self.expert_widths)
 
     @property
     def logit_scale(self) -> float:
-        """Return what multiplies the logits, by the name that vLLM reads."""
+        """Return the multiplier of the logits, under the name that vLLM reads."""
         return self.logit_multiplier
 
     @property
     def moe_intermediate_size(self) -> int:
-        """Return the neurons of the widest expert, by the name that vLLM reads."""
+        """Return the number of neurons in the widest expert, under the name that vLLM reads."""
         return max(self.expert_widths, default=0)
 
 
@@ -133,20 +132,20 @@ class UpcycledNorm(nn.Module):
         x_32 = x.float()
         x_32 = x_32 * torch.rsqrt(x_32.square().mean(-1, keepdim=True) + self.eps)
         gain = 1.0 + self.weight.float() if self.kind == "rms1p" else self.weight  # in bf16, 1 + w would lose most of w
-        # which comes first, gain or rounding, is the last bit of a bf16 model: Gemma and OLMo 2 do it this way
+        # the order of gain and rounding changes the last bit in bf16: Gemma and OLMo 2 apply the gain first
         return (x_32 * gain).to(x.dtype) if self.rounds_last else x_32.to(x.dtype) * gain
 
 
 class UpcycledRotaryEmbedding(nn.Module):
-    """Angles for every rope_type that transformers knows. Its base class looks for this name and these buffers."""
+    """Angles for every rope_type of transformers, whose base class looks for this name and these buffers."""
 
     inv_freq: Tensor
 
     def __init__(self, config: UpcycledConfig, kind: str = "full_attention") -> None:
-        """kind: the layer type whose angles these are."""
+        """Compute the angles for layers of the type `kind`."""
         super().__init__()
         if kind == "sliding_attention" and config.sliding_rope_parameters is not None:
-            config = copy.copy(config)  # transformers' functions read rope_parameters
+            config = copy.copy(config)  # because transformers' functions read rope_parameters
             config.rope_parameters = config.sliding_rope_parameters
         self.config = config
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
@@ -173,7 +172,7 @@ class UpcycledRotaryEmbedding(nn.Module):
 
 
 def rotary_embeddings(config: UpcycledConfig) -> nn.ModuleDict:
-    """Those of each of config.layer_types."""
+    """Return a module of angles for each type in config.layer_types."""
     kinds = dict.fromkeys(config.layer_types or [])
     return nn.ModuleDict({kind: UpcycledRotaryEmbedding(config, kind) for kind in kinds})
 
@@ -183,7 +182,7 @@ def capped(x: Tensor, cap: float | None) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the first cos.shape[-1] elements of each head; the rest passes (partial rotary)."""
+    """Rotate the first cos.shape[-1] elements of each head and keep the rest (partial rotary)."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = turned.chunk(2, dim=-1)
     return torch.cat((turned * cos + torch.cat((-second, first), dim=-1) * sin, rest), dim=-1)
@@ -215,7 +214,7 @@ class UpcycledAttention(nn.Module):
         super().__init__()
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.config, self.layer_idx, self.head_dim = config, layer_idx, size
-        # attention backends read these
+        # attention backends read these three
         self.is_causal, self.num_key_value_groups, self.scaling = True, heads // kv_heads, config.attention_multiplier
         sliding = (config.layer_types or [])[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if sliding else None
@@ -298,15 +297,15 @@ class UpcycledRouter(nn.Module):
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (logit_TN, weight_TK, expert_TK)."""
         config, sigmoid = self.config, self.config.scoring_func == "sigmoid"
-        # At least float32, autocast or not: bf16 rounds different logits to the same number.
+        # At least float32, also under autocast, because bf16 rounds different logits to the same number.
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         with torch.autocast(device_type=x_TD.device.type, enabled=False):
             logit_TN = functional.linear(x_TD.to(wide), self.weight.to(wide))
-        # The correction bias has a say in who is chosen, none in how much the chosen count.
+        # The correction bias affects the choice of experts but not their weights.
         choice_TN = logit_TN.sigmoid() + self.e_score_correction_bias if sigmoid else logit_TN
-        # A stable sort, because topk breaks ties in any order it likes: the experts of a virtual group share one
-        # router row and lie next to each other, so "lower index first" takes one group whole before the next.
-        # With slices, the best copies of each: expert e is a copy of slice e % slices.
+        # This sort must be stable, because topk may break ties in any order. The experts of a virtual group share one
+        # router row and are neighbours, so "lower index first" takes one whole group before the next. With slices, the
+        # router chooses the best copies of each slice: expert e is a copy of slice e % slices.
         slices = config.expert_slices
         choice_TSC = choice_TN.unflatten(1, (-1, slices)).transpose(1, 2)
         best = torch.sort(choice_TSC, dim=-1, descending=True, stable=True).indices
@@ -324,29 +323,29 @@ class UpcycledRouter(nn.Module):
 
 
 def sum_of_experts(experts: nn.Module, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Return the sum over each token's experts, times their weights."""
+    """Return the weighted sum of the outputs of each token's experts."""
     flat, per_token = expert_TK.flatten(), expert_TK.shape[1]
-    order = flat.argsort(stable=True)  # rows of one expert lie next to each other
+    order = flat.argsort(stable=True)  # the rows of one expert become neighbours
     token = order // per_token
     named = dict(experts.named_children())
     rows = x_TD[token].split(flat.bincount(minlength=len(named)).tolist())
     out = torch.cat([named[str(index)](each) for index, each in enumerate(rows) if len(each)])
-    y_TD = torch.zeros_like(x_TD, dtype=weight_TK.dtype)  # sums in float32, rounds once
+    y_TD = torch.zeros_like(x_TD, dtype=weight_TK.dtype)  # add up in float32 and round once
     y: Tensor = y_TD.index_add_(0, token, out * weight_TK.flatten()[order, None]).to(x_TD.dtype)
     return y
 
 
 class UpcycledExperts(nn.ModuleList):
-    """The routed experts of a layer. vLLM replaces a list of this name by fused experts with the same arguments."""
+    """The routed experts of a layer; vLLM replaces a list of this name by fused experts with the same arguments."""
 
     def forward(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         return sum_of_experts(self, x_TD, expert_TK, weight_TK)
 
 
 class UpcycledLooseExperts(nn.Module):
-    """Experts that fused kernels would compute wrongly: vLLM's assume gated SiLU, one width and no biases.
+    """Experts that the fused kernels of vLLM would compute wrongly: they assume gated SiLU, one width and no biases.
 
-    A module that is not a list is left alone by vLLM. The names of its weights are those of a list.
+    vLLM does not replace a module that is not a list. The names of its weights are the same as in a list.
     """
 
     def __init__(self, experts: list[nn.Module]) -> None:
@@ -396,7 +395,7 @@ class UpcycledDecoderLayer(GradientCheckpointingLayer):
         return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """kwargs: what UpcycledAttention takes."""
+        """Return the output of the layer; kwargs are the arguments of UpcycledAttention."""
         attn_norm, ffn_norm = self.input_layernorm, self.post_attention_layernorm
         if self.block == "post":
             x = x + self.scaled(attn_norm(self.self_attn(x, **kwargs)[0]))
@@ -412,7 +411,7 @@ class UpcycledDecoderLayer(GradientCheckpointingLayer):
 
 
 def layer_masks(config: UpcycledConfig, x: Tensor, mask: Any, positions: Tensor, cache: Any = None) -> dict[str, Any]:
-    """The mask of each of config.layer_types; generate() may have made them already."""
+    """Return a mask for each type in config.layer_types; generate() may have made them already."""
     if isinstance(mask, dict):
         return mask
     make: dict[str, Callable[..., Any]] = {
@@ -424,17 +423,17 @@ def layer_masks(config: UpcycledConfig, x: Tensor, mask: Any, positions: Tensor,
 
 
 def balance_loss(config: UpcycledConfig, logits: Any, choices: Any, attention_mask: Any) -> Tensor | None:
-    """Return the sum over MoE layers of N * sum(f * P): 1 each in balance, None without a MoE layer.
+    """Return the sum over MoE layers of N * sum(f * P), where a balanced layer adds 1; None without MoE layers.
 
-    f is the share of the choices that went to an expert, P the mean probability of it. Neither counts tokens that a
-    mask [batch, token] hides.
+    f is an expert's share of the choices, and P its mean probability. Neither counts tokens that a mask [batch, token]
+    hides.
     """
     if not logits:
         return None
     device = logits[0].device
     seen_T1 = torch.ones_like(logits[0][:, :1])
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        new = len(seen_T1) // len(attention_mask)  # with a cache the mask has the tokens before these, too
+        new = len(seen_T1) // len(attention_mask)  # with a cache the mask also covers earlier tokens
         seen_T1 = attention_mask[:, -new:].reshape(-1, 1).to(seen_T1)
     total = torch.zeros((), dtype=seen_T1.dtype, device=device)
     for logit_TN, expert_TK in zip(logits, choices, strict=True):
@@ -460,7 +459,7 @@ class UpcycledPreTrainedModel(PreTrainedModel):
         "hidden_states": UpcycledDecoderLayer,
         "attentions": UpcycledAttention,
         "router_logits": OutputRecorder(UpcycledRouter, index=0),
-        "router_choices": OutputRecorder(UpcycledRouter, index=2),  # logits do not tell them where a bias chooses too
+        "router_choices": OutputRecorder(UpcycledRouter, index=2),  # with a bias, logits do not determine them
     }
 
     @property
@@ -499,9 +498,9 @@ class UpcycledModel(UpcycledPreTrainedModel):
     ) -> MoeModelOutputWithPast:
         cache = past_key_values if cache is None else cache
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("the model got both or none of input_ids and inputs_embeds; give one")
+            raise ValueError("the model got both or neither of input_ids and inputs_embeds; give exactly one")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if self.config.embedding_multiplier != 1.0:  # rounded to the model's dtype, as Gemma was trained with
+        if self.config.embedding_multiplier != 1.0:  # rounded to the model's dtype, as in Gemma's training
             x = x * float(torch.tensor(self.config.embedding_multiplier).to(x.dtype))
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
@@ -527,11 +526,11 @@ class UpcycledForCausalLM(UpcycledPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Beyond the original context longrope turns all keys by other angles: cached ones are made again (Phi-3)."""
+        """Drop the cache when longrope passes its original context, because all keys then rotate by other angles."""
         rope, past = self.config.rope_parameters or {}, kwargs.get(CACHE)
         original = rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else input_ids.shape[1]
         if past is not None and past.get_seq_length() <= original < input_ids.shape[1]:
-            # no cache, and if the caller says how many tokens are new: all of them
+            # drop the cache and, if the caller says how many tokens are new, that too: all of them are new
             kwargs |= dict.fromkeys(kwargs.keys() & {CACHE, "next_sequence_length"})
         return super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[misc]
 

@@ -1,2 +1,4 @@
-"""MoE architectures that a dense model can become, one file each, named as `model_type` in config.json, with one name:
-TARGET, a common.Target."""
+"""MoE architectures that a dense model can become, one file each.
+
+The file has the name of its `model_type` in config.json and defines TARGET, a common.Target.
+"""

@@ -1,4 +1,4 @@
-"""What MoE architectures share: `Native` reads a config.json and lists tensors, `Target` writes a config.json too."""
+"""Read the config.json of an MoE architecture and list its tensors (`Native`); write a config.json too (`Target`)."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tan
 class Native:
     """An MoE architecture: what it can hold, how its config.json is read, and its tensors.
 
-    `read` gives the MoESpec as the architecture sees it: a config.json does not say how the experts were made, so each
-    counts as a whole copy.
+    A config.json does not say how the experts were made, so `read` counts each expert as a whole copy.
     """
 
-    dense: Family  # all but the experts
+    dense: Family  # everything except the experts
     can: Abilities
-    moe: Callable[[Config, DenseSpec], Mapping[str, Any]] = lambda config, dense: {}  # MoESpec fields that keys decide
+    moe: Callable[[Config, DenseSpec], Mapping[str, Any]] = lambda config, dense: {}  # the MoESpec fields that keys set
     block: Callable[[MoESpec, int], Iterator[Slot]] = expert_slots  # the tensors of one MoE block
-    width: str = "moe_intermediate_size"  # the key of an expert's width
-    only: Mapping[str, Any] = field(default_factory=dict)  # keys with the one value that can be held
-    names: Mapping[str, str] = field(default_factory=lambda: LLAMA)  # of modules
-    unties: bool = False  # the folder of a tied model has its head too
+    width: str = "moe_intermediate_size"  # the key for an expert's width
+    only: Mapping[str, Any] = field(default_factory=dict)  # keys that may have only one value, and the value
+    names: Mapping[str, str] = field(default_factory=lambda: LLAMA)  # the names of modules
+    unties: bool = False  # the folder of a tied model also holds its head
 
     @property
     def name(self) -> str:
         return self.dense.name
 
     def read(self, config: Config) -> MoESpec:
-        """Return the MoESpec of a config.json; raise a ValueError for what the architecture or MoESpec cannot hold."""
+        """Return the MoESpec of a config.json; raise a ValueError if the architecture cannot hold its values."""
         dense = self.dense.read(config)
         only(config, self.only)
         experts = count_of_experts(config)
@@ -59,7 +58,7 @@ class Native:
         return model_slots(moe, self.block, self.names, gate=gate, untie=self.unties, biases=biases)
 
     def biases(self, dense: DenseSpec) -> list[str]:
-        """Return the biases of attention that the architecture has, zeros where the donor has none."""
+        """Return the biases that attention must have in this architecture, even if the dense model has none."""
         one_switch = len({self.dense.flags.get(name, name) for name in ("qkv_bias", "out_bias")}) == 1
         switched = one_switch and (dense.qkv_bias or dense.out_bias)
         qkv = ["q.bias", "k.bias", "v.bias"] if switched or self.dense.fixed.get("qkv_bias") else []
@@ -70,11 +69,11 @@ class Native:
 class Target(Native):
     """An MoE architecture that a dense model can become."""
 
-    architecture: str = ""  # the class
-    keys: Callable[[MoESpec], Mapping[str, Any]] = lambda moe: {}  # what its config.json says of the experts
-    warns: Callable[[MoESpec], Mapping[str, bool]] = lambda moe: {}  # sentence for the plan -> whether it applies
-    least: Callable[[MoESpec], int] = lambda moe: 0  # neurons of a mandatory shared expert, zeros if there is none
-    modeling: Path | None = None  # code that the folder needs; None: transformers has the architecture
+    architecture: str = ""  # the name of the class
+    keys: Callable[[MoESpec], Mapping[str, Any]] = lambda moe: {}  # the keys of config.json on the experts
+    warns: Callable[[MoESpec], Mapping[str, bool]] = lambda moe: {}  # a sentence for the plan -> whether it applies
+    least: Callable[[MoESpec], int] = lambda moe: 0  # neurons of a mandatory shared expert; 0 if it is not mandatory
+    modeling: Path | None = None  # code that the folder needs; None: transformers has it
 
     def config(self, moe: MoESpec) -> dict[str, Any]:
         """Return the config.json that transformers reads."""
@@ -92,7 +91,7 @@ class Target(Native):
 def base_config(moe: MoESpec, model_type: str, architecture: str, can: Abilities) -> dict[str, Any]:
     """Return the keys that every decoder's config.json has."""
     d = moe.dense
-    # Loaders older than transformers 5 know only these keys, and without them silently take theta = 10000.
+    # Loaders older than transformers 5 know only these keys; without them they silently assume theta = 10000.
     old_rope: dict[str, Any] = {"rope_theta": d.rope["rope_theta"]}
     if d.rope["rope_type"] != "default":
         old_rope["rope_scaling"] = {key: value for key, value in d.rope.items() if key != "rope_theta"}
@@ -115,14 +114,14 @@ def base_config(moe: MoESpec, model_type: str, architecture: str, can: Abilities
         "initializer_range": d.init_std,
         "use_cache": True,
         "dtype": moe.dtype,
-        # Some classes default to a token of their own vocabulary, so a model without one must state null.
+        # Some classes have a token of their own as default, so a model without such a token must state null.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **d.tokens,
     }
 
 
 def attention_bias(moe: MoESpec) -> bool:
-    """Return the value of one switch for all four biases of attention."""
+    """Return the value of the one switch for all four biases of attention."""
     return moe.dense.qkv_bias or moe.dense.out_bias
 
 
@@ -140,19 +139,19 @@ def layer_types(moe: MoESpec) -> list[str]:
 
 
 def count_of_experts(config: Config) -> int:
-    """Return E by the key that is stated: classes and versions of transformers differ, and each reads several."""
+    """Return the number of experts; its key differs between classes and versions of transformers."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     stated = next((name for name in names if config.get(name) is not None), names[0])
     return typed.whole(config, stated, high=MAX_EXPERTS)
 
 
 def checked(moe: MoESpec, can: Abilities) -> MoESpec:
-    """Return `moe` itself; raise a ValueError with all reasons if the target cannot hold it."""
+    """Return `moe` unchanged; raise a ValueError with all reasons if the target cannot hold it."""
     reasons = refusals(can, moe)
     if not moe.layers:
         reasons.append("no MoE layer")
     if moe.experts % moe.slices or moe.top_k % moe.slices:
-        reasons.append(f"{moe.slices} slices, which {moe.experts} experts and top-{moe.top_k} are no multiple of")
+        reasons.append(f"{moe.slices} slices, but {moe.experts} experts and top-{moe.top_k} must be multiples of that")
     if len(moe.layers) * moe.experts > MAX_EXPERTS_IN_ALL:
         reasons.append(f"{len(moe.layers)} layers of {moe.experts} experts, more than {MAX_EXPERTS_IN_ALL} in all")
     if moe.groups > 1 and (moe.experts % moe.groups or moe.experts < 2 * moe.groups or moe.group_top_k > moe.groups):
@@ -168,12 +167,12 @@ def checked(moe: MoESpec, can: Abilities) -> MoESpec:
 
 
 def only(config: Config, held: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a key has another value than in `held`; an absent key or null is fine."""
+    """Raise a ValueError if a key has another value than in `held`; the key may be absent or null."""
     for key, value in held.items():
         if config.get(key) not in (None, value):
             raise ValueError(
                 f"config.json of this {typed.model_type(config)} model has {key}={short(config[key])}, "
-                f"but only {value!r} can be read; give a model that has it so"
+                f"but only {value!r} can be read; give a model with that value"
             )
 
 
@@ -210,10 +209,10 @@ def stepped_moe(config: Config, dense: DenseSpec) -> dict[str, Any]:
     return {"layers": layers, "normalize": typed.flag(config, "norm_topk_prob")}
 
 
-# ---- the DeepSeek-V3 line: sigmoid scores, a correction bias, shared experts, an output scale
+# ---- DeepSeek-V3 and its kin: sigmoid scores, a correction bias, shared experts, an output scale
 
-SIGMOID = {"scoring_func": "sigmoid", "moe_layer_freq": 1, "tie_word_embeddings": False}  # the slots have the head
-# with more groups, the choice is first narrowed to a few of them, which could split a copy
+SIGMOID = {"scoring_func": "sigmoid", "moe_layer_freq": 1, "tie_word_embeddings": False}  # the slots include the head
+# with more groups the router first chooses a few groups, which could split a copy
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 
 
@@ -242,7 +241,10 @@ def sigmoid_moe(
     first_dense: int | None = None,
     scale: float = 1.0,
 ) -> dict[str, Any]:
-    """Return the fields of an MoE of this line. The arguments are the class's defaults; first_dense None: no key."""
+    """Return the fields of an MoE like DeepSeek-V3.
+
+    The arguments are the defaults of the class. If first_dense is None, the class has no such key.
+    """
     first = 0 if first_dense is None else typed.whole(config, "first_k_dense_replace", first_dense, low=0)
     return {
         "layers": tuple(range(min(first, dense.layers), dense.layers)),
@@ -257,7 +259,7 @@ def sigmoid_moe(
 
 
 def notes(moe: MoESpec, can: Abilities, more: Mapping[str, bool], least: int) -> list[str]:
-    """Return the sentences that apply: those of every target, `more`, and that of a mandatory shared expert."""
+    """Return the sentences that apply: general ones, `more`, and one on a mandatory shared expert."""
     d = moe.dense
     sentences = {
         "squared ReLU is held as relu(gate) * up with gate = up: exact, at +50 % FFN parameters": relu2_as_gated(

@@ -1,4 +1,4 @@
-"""dots.llm1: sigmoid scores, float32 router, output scale, shared experts; q/k norm per head is mandatory."""
+"""dots.llm1: sigmoid scores, float32 router, output scale, shared experts; each head must have q/k norms."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""FlexOlmo: OLMo 2's post-norm blocks and full-width q/k norm with experts; softmax, top-k; every layer MoE.
+"""FlexOlmo: OLMo 2 with experts (norms after blocks, q/k norms over all heads); softmax, top-k; every layer MoE.
 
-The norm after the FFN undoes any scale of its output, so neither c nor norm_topk_prob changes the model (vLLM never
-normalises this architecture's routing weights, which is harmless for the same reason).
+The norm after the FFN removes any scale of the FFN's output, so neither c nor norm_topk_prob changes the model. vLLM
+never normalises the routing weights of this architecture, which is harmless for the same reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""GLM-4-MoE: sigmoid scores, float32 router, output scale, shared experts; q/k norm and q, k, v biases on or off.
+"""GLM-4-MoE: sigmoid scores, float32 router, output scale, shared experts; q/k norms and q, k, v biases are optional.
 
-A trap: partial_rotary_factor defaults to 0.5, in transformers and in vLLM, without a warning.
+Always state partial_rotary_factor: transformers and vLLM assume 0.5 without a warning.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def own(config: Config) -> dict[str, Any]:
     return {"qk_norm": "head" if typed.flag(config, "use_qk_norm") else "none"}
 
 
-TARGET = Target(  # layers for multi-token prediction (num_nextn_predict_layers) are not read
+TARGET = Target(  # we do not read the layers for multi-token prediction (num_nextn_predict_layers)
     Family(
         "glm4_moe",
         context=131072,

@@ -1,7 +1,7 @@
 """GraniteMoE: top-k, then softmax; every layer MoE; multipliers for embeddings, attention, residuals and logits.
 
-The multipliers let it hold Granite and, with embed_scale, Gemma 1. Experts are fused on disk: input_linear
-(N, 2f, D) holds gate and up of each expert, output_linear (N, D, f) the downs.
+Its multipliers let it hold Granite and, with embed_scale, Gemma 1. Two tensors hold all experts of a layer:
+input_linear (N, 2f, D) holds gate and up of each expert, and output_linear (N, D, f) holds down.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def keys(moe: MoESpec) -> dict[str, Any]:
 
 
 def fused_slots(moe: MoESpec, prefix: str, layer: int) -> Iterator[Slot]:
-    """Yield the slots of one MoE block; `prefix` is that of its layer."""
+    """Yield the slots of one MoE block; the names of its layer begin with `prefix`."""
     role, d, width = f"layers.{layer}", moe.dense.hidden, moe.width
     experts = [f"{role}.experts.{i}" for i in range(moe.experts)]
     inputs = [f"{expert}.{part}.weight" for expert in experts for part in ("gate", "up")]
@@ -50,7 +50,7 @@ def fused_slots(moe: MoESpec, prefix: str, layer: int) -> Iterator[Slot]:
 
 def warns(moe: MoESpec) -> dict[str, bool]:
     d = moe.dense
-    no_bias = "vLLM has no attention biases for this architecture and drops the donor's; use transformers"
+    no_bias = "vLLM has no attention biases for this architecture and drops those of the dense model; use transformers"
     head_dim = "vLLM takes head_dim = hidden/heads for this architecture; use transformers"
     return {no_bias: d.qkv_bias, head_dim: d.head_dim * d.heads != d.hidden}
 
@@ -58,7 +58,7 @@ def warns(moe: MoESpec) -> dict[str, bool]:
 TARGET = Target(
     Family("granitemoe", context=2048, flags=ATTENTION, own=multipliers, bos=1, eos=2),
     Abilities(qkv_bias=EITHER, out_bias=EITHER, multipliers=True),
-    # a softmax over the chosen adds up to 1 already
+    # the weights of a softmax over the chosen experts already add up to 1
     moe=lambda config, dense: {"order": "topk-then-softmax", "normalize": False},
     block=lambda moe, layer: fused_slots(moe, f"model.layers.{layer}", layer),
     width="intermediate_size",

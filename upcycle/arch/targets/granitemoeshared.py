@@ -1,4 +1,4 @@
-"""GraniteMoE with a shared expert of any width beside the routed ones (granitemoe.py has the rest)."""
+"""GraniteMoE with a shared expert of any width; see granitemoe.py for the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral: softmax, top-k, always renormalised; every layer MoE; no shared expert; Llama or Mistral attention."""
+"""Mixtral: softmax, top-k, always normalised; every layer MoE; no shared expert; attention of Llama or Mistral."""
 
 from __future__ import annotations
 

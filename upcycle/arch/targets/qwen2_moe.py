@@ -1,4 +1,4 @@
-"""Qwen2-MoE: softmax, top-k, renormalised or not; a sigmoid-gated shared expert; any layers; Llama or Qwen2."""
+"""Qwen2-MoE: softmax, top-k, normalised or not; a shared expert with a sigmoid gate; any layers; Llama or Qwen2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.arch.targets.common import Target, stepped_keys, stepped_moe
 from upcycle.io import typed
 
-LEAST_SHARED = 64  # tensor parallel sizes divide it
+LEAST_SHARED = 64  # common sizes of tensor parallelism divide it
 
 
 def keys(moe: MoESpec) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def keys(moe: MoESpec) -> dict[str, Any]:
         "num_experts": moe.experts,
         "num_experts_per_tok": moe.top_k,
         **stepped_keys(moe),
-        "qkv_bias": True,  # vLLM always has these biases; zeros where the donor has none
+        "qkv_bias": True,  # vLLM always has these biases; they are zeros if the dense model has none
         "use_sliding_window": False,
         "sliding_window": None,
         "max_window_layers": d.layers,

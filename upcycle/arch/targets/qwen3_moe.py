@@ -1,4 +1,4 @@
-"""Qwen3-MoE: softmax, top-k, renormalised or not; no shared expert; any layers; q/k norm per head is mandatory."""
+"""Qwen3-MoE: softmax, top-k, normalised or not; no shared expert; any layers; each head must have q/k norms."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def keys(moe: MoESpec) -> dict[str, Any]:
 
 
 def own(config: Config) -> dict[str, Any]:
-    """Return the window of all layers or none, whatever max_window_layers says."""
+    """Return the window fields for all layers or for none; ignore max_window_layers."""
     return windows(config, default=4096) if typed.flag(config, "use_sliding_window") else {}
 
 

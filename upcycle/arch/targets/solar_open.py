@@ -23,7 +23,7 @@ def keys(moe: MoESpec) -> dict[str, Any]:
 
 
 def adapt(config: Config) -> Config:
-    """Return the config with intermediate_size, which it may leave out because no layer is dense."""
+    """Return the config with intermediate_size, which may be absent because no layer is dense."""
     return {"rope_theta": 1e6, "intermediate_size": config.get("moe_intermediate_size"), **config}
 
 
@@ -37,7 +37,7 @@ TARGET = Target(
         flags={"qkv_bias": ("attention_bias", False)},
         adapt=adapt,
     ),
-    # No partial rotary: the class reads the factor, but its forward pass cannot rotate a part of a head.
+    # No partial rotary: the class reads the factor, but its forward pass cannot rotate only a part of a head.
     Abilities(
         qkv_bias=EITHER,
         scores=frozenset({"sigmoid"}),

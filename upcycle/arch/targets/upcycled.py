@@ -1,4 +1,4 @@
-"""Our own architecture: holds every dense model of a family, and its MoE; puts a modelling file into the folder."""
+"""Our own architecture: it holds any dense model of a family and its MoE, and ships a modelling file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FLAGS = {
 
 
 class Upcycled(common.Target):
-    """A target whose config.json says all that an MoESpec does."""
+    """A target whose config.json states every field of an MoESpec."""
 
     def config(self, moe: MoESpec) -> dict[str, Any]:
         base = common.base_config(moe, self.name, self.architecture, self.can)
@@ -73,10 +73,10 @@ class Upcycled(common.Target):
             output_scale=typed.number(config, "routed_scaling_factor", 1.0),
             dtype=d.dtype,
         )
-        return common.checked(moe, self.can) if moe.layers else moe  # without MoE layers it is a plain dense model
+        return common.checked(moe, self.can) if moe.layers else moe  # a model without MoE layers is a plain dense model
 
     def notes(self, moe: MoESpec) -> list[str]:
-        return [f"the folder ships {MODELING.name}, which transformers runs only if told trust_remote_code=True"]
+        return [f"the folder ships {MODELING.name}, which transformers runs only with trust_remote_code=True"]
 
 
 def keys(moe: MoESpec) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def keys(moe: MoESpec) -> dict[str, Any]:
             "AutoModel": f"{MODELING.stem}.UpcycledModel",  # vLLM loads this one
             "AutoModelForCausalLM": f"{MODELING.stem}.UpcycledForCausalLM",
         },
-        # AutoTokenizer that may not run code reads this as a config of type "", and warns unless one is in it
+        # AutoTokenizer without trust_remote_code reads this as a config of type "", and warns if it has no such entry
         "tokenizer": {"model_type": ""},
         "intermediate_size": d.ffn,
         "gated": d.gated,
