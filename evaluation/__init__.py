@@ -1,4 +1,4 @@
-"""Evaluation: lm-eval's tasks and scores on dense and upcycled models, paired comparisons, studies, one page of it."""
+"""Evaluate dense and upcycled models: lm-eval's tasks and scores, paired comparisons, studies, and a report page."""
 
 from typing import TYPE_CHECKING
 

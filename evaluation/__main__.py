@@ -1,4 +1,5 @@
-"""`python -m evaluation run|compare|routing|study|report|lm-eval ...`, for launchers: the commands of `upcycle`."""
+"""Run `python -m evaluation run|compare|routing|study|report|lm-eval ...`, for launchers: the same commands as
+`upcycle`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from upcycle.cli import main as door
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command of `upcycle`; `run` is its `eval`."""
+    """Run the same command of `upcycle`; `run` is called `eval` there."""
     name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
     return door.main(["eval" if name == "run" else name, *rest])
 

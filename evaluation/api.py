@@ -1,4 +1,4 @@
-"""Evaluation for notebooks and scripts: what its commands do, with values in place of words. docs/api.md."""
+"""Evaluate from notebooks and scripts: functions that do what the commands do (docs/api.md)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Name = str | PathLike[str]
 
 
 def evaluate(suite: str, checkpoint: Name, /, **keys: Any) -> Evaluation | None:
-    """Ask a model the items of a suite, write the folder `output`, and return the scores (None in later ranks)."""
+    """Ask a model the items of a suite, write the folder `output`, and return the scores (None in all ranks except
+    0)."""
     from evaluation.ask import run  # imports lm-eval
 
     asked = config_of(run.RunConfig, {"suite": suite, "checkpoint": fspath(checkpoint)}, keys, EVAL)
@@ -25,15 +26,15 @@ def evaluate(suite: str, checkpoint: Name, /, **keys: Any) -> Evaluation | None:
 
 
 def compare(*groups: Name | Sequence[Name], cluster: str = "") -> Report:
-    """Judge the later groups by the first one; a group is a folder, or several seeds' folders, of one arm.
+    """Compare each group with the first one; a group is one folder, or one folder for each seed.
 
-    Folders are those of `evaluate`, of lm-eval, or of training runs. The report prints as its tables.
+    The folders come from `evaluate`, from lm-eval, or from training runs. print(report) shows the tables.
     """
     return judge(paths(groups), cluster)
 
 
 def routing(checkpoint: Name, texts: Sequence[Name], /, **keys: Any) -> dict[str, Any]:
-    """Measure how a model uses its experts on texts, each a domain, layer by layer."""
+    """Measure in each layer how a model uses its experts; each text is a domain."""
     from evaluation.judge.experts.routing import RoutingConfig, measure
 
     named = {"checkpoint": fspath(checkpoint), "texts": [fspath(text) for text in texts]}
@@ -41,7 +42,7 @@ def routing(checkpoint: Name, texts: Sequence[Name], /, **keys: Any) -> dict[str
 
 
 def report(*groups: Name | Sequence[Name], output: Name = "report.html", title: str = "Upcycling report") -> list[str]:
-    """Write one page of runs, results and models, or a picture of training runs; return what the page says first.
+    """Write a page about runs, results and models, or a picture of training runs; return the page's first sentence.
 
     `output` ends in .html, or in .png, .pdf or .svg for the picture.
     """
@@ -51,12 +52,12 @@ def report(*groups: Name | Sequence[Name], output: Name = "report.html", title: 
 
 
 def paths(groups: Sequence[Name | Sequence[Name]]) -> list[list[str]]:
-    """Return the folders of each group as text; a folder is a group of one."""
+    """Return the folders of each group as text; a single folder is a group with one member."""
     return [[fspath(each)] if isinstance(each, str | PathLike) else [fspath(name) for name in each] for each in groups]
 
 
 def study(study: str | Mapping[str, Any], /, **keys: Any) -> dict[str, Any]:
-    """Train and judge arms x seeds, and return what study.json says: verdicts, figures, failures."""
+    """Train and judge every arm with every seed; return the content of study.json: verdicts, figures, failures."""
     from evaluation.studies.plan import StudyConfig, planned
     from evaluation.studies.study import perform
 

@@ -1,7 +1,7 @@
-"""Talk to a model: load it as transformers does, and stream its answers. `upcycle chat`.
+"""Talk to a model for `upcycle chat`: load it as transformers does, and stream its answers.
 
-Nothing that lies in a model's folder is run unless trust_remote_code=true is written: the modelling file of an
-`upcycled` folder is the one that we ship, byte for byte, and our own copy of it runs.
+No code in a model's folder runs unless the user writes trust_remote_code=true. The modelling file of an `upcycled`
+folder must equal the one that we ship, byte for byte, and then our own copy runs.
 """
 
 from __future__ import annotations
@@ -26,23 +26,27 @@ from upcycle.io.checkpoint import Checkpoint, downloaded, hub_match
 from upcycle.text import tokens as text
 
 DTYPES = ("float32", "bfloat16", "float16")
-LARGE = 2e9  # bytes of weights, from which on loading shows its progress
-CHECKPOINTS = "checkpoints"  # a folder of each training run
+LARGE = 2e9  # loading shows its progress from this many bytes of weights
+CHECKPOINTS = "checkpoints"  # a folder that each training run has
 RESET = "/reset"
 
 
 @dataclass(frozen=True)
 class ChatConfig:
-    model: str = ""  # a folder, a hub id, or a training run's folder, which stands for its export; the first word
-    prompt: str = ""  # ask this and end; "": what standard input holds, or a conversation on a terminal
-    system: str = ""  # what the model is told before a conversation
-    tokens: int = 512  # of an answer, at most
-    temperature: float | None = None  # 0: always the likeliest token; null: as generation_config.json says
-    top_p: float | None = None  # draw from the likeliest tokens of this share; null: as generation_config.json says
-    seed: int | None = None  # of what is drawn; null: another one each time
+    model: str = ""  # the first word: a folder, a hub id, or a training run's folder, which stands for its export
+    prompt: str = ""  # ask this and end; "": ask what standard input holds, or talk on a terminal
+    system: str = ""  # the system message, which comes before the conversation
+    tokens: int = 512  # tokens of an answer, at most
+    temperature: float | None = None  # 0: always take the likeliest token; null: as generation_config.json says
+    top_p: float | None = (
+        None  # draw from the likeliest tokens of this total probability; null: as generation_config.json says
+    )
+    seed: int | None = None  # seed of the draws; null: another one each time
     device: str = ""  # cuda | cpu; "": cuda if there is one
     dtype: str = ""  # float32 | bfloat16 | float16; "": float32 on a CPU, bfloat16 on a GPU
-    trust_remote_code: bool = False  # run code that lies in the model's folder, which may be anybody's: read it first
+    trust_remote_code: bool = (
+        False  # run code from the model's folder; read it first, because a stranger may have written it
+    )
 
     def __post_init__(self) -> None:
         rules = {"tokens": at_least(1), "temperature": at_least(0), "top_p": share_of_one(), "seed": at_least(0)}
@@ -50,20 +54,20 @@ class ChatConfig:
 
 
 def read_config(words: Sequence[str]) -> ChatConfig:
-    """Read `MODEL key=value ...`; the texts of prompt and system are taken as they stand."""
+    """Read `MODEL key=value ...`; take the texts of prompt and system as they are."""
     texts = [word.partition("=")[::2] for word in words if word.startswith(("prompt=", "system="))]
     others = [word for word in words if not word.startswith(("prompt=", "system="))]
     return frame.named(ChatConfig, others, "model", values=texts)
 
 
 def chat(config: ChatConfig) -> None:
-    """Answer the prompt, or what standard input holds; on a terminal, answer line after line."""
+    """Answer the prompt or the text of standard input; on a terminal, answer line after line."""
     on_terminal = not config.prompt and sys.stdin is not None and sys.stdin.isatty()
     prompt = config.prompt or ("" if on_terminal or sys.stdin is None else sys.stdin.read())
     if not on_terminal and not prompt.strip():
-        raise ValueError('there is nothing to answer; write prompt="...", or start it on a terminal')
+        raise ValueError('prompt is empty and so is standard input; write prompt="...", or start chat on a terminal')
     talk = Talk(config)
-    print(talk.about + f"; {RESET} begins anew, Ctrl-D leaves" * on_terminal, file=sys.stderr)
+    print(talk.about + f"; {RESET} starts over, Ctrl-D leaves" * on_terminal, file=sys.stderr)
     if on_terminal:
         converse(talk)
     else:
@@ -85,14 +89,14 @@ def converse(talk: Talk) -> None:
         elif line:
             try:
                 talk.answer(line)
-            except KeyboardInterrupt:  # what was said until then stays in the conversation
+            except KeyboardInterrupt:  # the part that was printed stays in the conversation
                 continue
             except ValueError as error:
                 print(f"{frame.NAME}: {frame.printable(str(error))}", file=sys.stderr)
 
 
 class Talk:
-    """A model, its tokenizer, and what was said so far."""
+    """Hold a model, its tokenizer, and the conversation so far."""
 
     def __init__(self, config: ChatConfig) -> None:
         self.config = config
@@ -102,14 +106,17 @@ class Talk:
         self.model, self.tokenizer = load(self.folder, config, self.device, getattr(torch, self.dtype))
         self.has_template = bool(self.tokenizer.chat_template)
         if config.system and not self.has_template:
-            raise ValueError(f"{self.folder} has no chat template, and system= needs one; put it before the prompt")
+            raise ValueError(
+                f"{self.folder} has no chat template, and system= needs one; write the text in front of the prompt "
+                "instead"
+            )
         if config.seed is not None:
             torch.manual_seed(config.seed)
         self.reset()
 
     @property
     def about(self) -> str:
-        """Return one line on what was loaded."""
+        """Return one line about the model that was loaded."""
         name, count = frame.printable(self.config.model), sum(p.numel() for p in self.model.parameters())
         of = "" if str(self.folder) == self.config.model or hub_match(self.config.model) else f" (its {self.folder})"
         how = "chat template" if self.has_template else "no chat template, so it continues what you write"
@@ -117,18 +124,19 @@ class Talk:
         return f"{name}{of}: {kind}, {self.dtype} on {self.device}, {how}"
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Forget the conversation."""
         self.messages = [{"role": "system", "content": self.config.system}] if self.config.system else []
 
     def answer(self, prompt: str) -> str:
-        """Print the answer word by word, and return it. A prompt that cannot be answered is forgotten."""
+        """Print the answer word by word, and return it; forget a prompt that cannot be answered."""
         inputs = self.encode([*self.messages, {"role": "user", "content": prompt}])
         length = inputs["input_ids"].shape[1]
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         room = self.config.tokens if context is None else context - length
         if room < 1:
             raise ValueError(
-                f"this is {length} tokens with all that was said, and the model's context is {length + room}; write "
+                f"this is {length} tokens with the conversation so far, and the model's context is {length + room}; "
+                "write "
                 f"less, or {RESET}"
             )
         streamer: Any = Printer(self.tokenizer)
@@ -170,7 +178,7 @@ class Talk:
         return found.to(self.device)
 
     def options(self) -> dict[str, Any]:
-        """Return what overrides the model's generation settings."""
+        """Return the settings that replace the model's generation settings."""
         asked = {"temperature": self.config.temperature, "top_p": self.config.top_p}
         given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         if self.config.temperature == 0:
@@ -186,49 +194,49 @@ class Talk:
 
 
 class Printer(TextStreamer):
-    """Print text as it comes, without the characters that command a terminal."""
+    """Print text as it comes, without the characters that control a terminal."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.said: list[str] = []
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print a piece, and after the last one end the line."""
+        """Print a piece, and end the line after the last one."""
         self.said.append(text)
         shown = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
         print(shown, end="\n" if stream_end else "", flush=True)
 
 
-# ---- from a name to a model
+# ---- find and load the model
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of that name; of "", the GPU if there is one."""
+    """Return the device of that name; for "", the GPU if there is one."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         raise ValueError(f"device is {name!r}; write device=cpu, or device=cuda") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {name!r} and there is no GPU that torch can use; write device=cpu")
+        raise ValueError(f"device is {name!r} and torch finds no GPU; write device=cpu")
     return device
 
 
 def folder_of(source: str) -> Path:
-    """Return the folder in Hugging Face layout that a word stands for: of a run, the one that it exported last."""
+    """Return the folder in Hugging Face layout that a word names; for a run, its last export."""
     path = Path(source)
     if (path / CHECKPOINTS).is_dir() or path.parent.name == CHECKPOINTS:
-        from training.checkpoint import standalone  # takes as long as all other imports
+        from training.checkpoint import standalone  # this import takes as long as all others together
 
         run, _ = standalone.training_run(path)
         if run is not None:
             return export_of(source, strict.read_object(standalone.settings_file(run)))
-    with Checkpoint.open(source) as checkpoint:  # every header is read, and held to its file
+    with Checkpoint.open(source) as checkpoint:  # read every header, and check it against its file
         hub_id = hub_match(source) if checkpoint.config.get("auto_map") else None
         return downloaded(hub_id, ["*.py"]) if hub_id else checkpoint.folder
 
 
 def export_of(source: str, settings: Mapping[str, Any]) -> Path:
-    """Return the folder that a run exported, by its settings."""
+    """Return the folder that the run's settings export to."""
     export = settings.get("export")
     if isinstance(export, str) and (Path(export) / "config.json").is_file():
         return folder_of(export)
@@ -239,7 +247,7 @@ def export_of(source: str, settings: Mapping[str, Any]) -> Path:
 
 
 def load(folder: Path, config: ChatConfig, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return the model and its tokenizer; the tokenizer is read first, because it is missed soonest."""
+    """Return the model and its tokenizer; read the tokenizer first, because that fails fastest."""
     logging: Any = transformers.logging
     logging.set_verbosity_error()
     if sum(path.stat().st_size for path in folder.glob("*.safetensors")) < LARGE:
@@ -248,7 +256,7 @@ def load(folder: Path, config: ChatConfig, device: torch.device, dtype: torch.dt
     config_class, model_class = classes(folder, config)
     settings = config_class.from_pretrained(folder, **trusted)
     if (folder / "tokenizer.json").is_file():
-        text.load_tokenizer(folder)  # refuses what transformers would not survive
+        text.load_tokenizer(folder)  # refuses files that would crash transformers
     with text.explained(folder):
         tokenizer = AutoTokenizer.from_pretrained(folder, config=settings, **trusted)
     model, found = model_class.from_pretrained(
@@ -263,14 +271,14 @@ def load(folder: Path, config: ChatConfig, device: torch.device, dtype: torch.dt
 
 
 def classes(folder: Path, config: ChatConfig) -> tuple[Any, Any]:
-    """Return the classes of the model's config and of the model: transformers' own, or those that we ship."""
+    """Return the classes of the config and of the model: transformers' own, or those that we ship."""
     settings = strict.read_object(folder / "config.json")
     kind, code = settings.get("model_type"), settings.get("auto_map")
     if config.trust_remote_code or not code or kind in transformers.CONFIG_MAPPING:
         return AutoConfig, AutoModelForCausalLM
-    hint = "read what lies there, and write trust_remote_code=true to run it"
+    hint = "read the code in the folder, and write trust_remote_code=true to run it"
     if kind != "upcycled":
-        raise ValueError(f"{config.model} is a {strict.short(kind)}, which only code of its own can load; {hint}")
+        raise ValueError(f"{config.model} is a {strict.short(kind)}, which only the folder's own code can load; {hint}")
     file = folder / MODELING.name
     if not file.is_file() or file.read_bytes() != MODELING.read_bytes():
         raise ValueError(f"{file} is not the file that this version of upcycle ships; {hint}")

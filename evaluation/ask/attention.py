@@ -1,8 +1,8 @@
-"""Attention over packed rows and remembered keys, in place of a layer's own (training/model/attention.py).
+"""Replace a layer's attention (training/model/attention.py) by attention over packed rows and remembered keys.
 
-The model sees one long sequence of tokens without padding: what is not a token is not computed, routed or counted.
-Only here, between the projections, tokens are laid out as rows; they look at the keys of the group's prefix, which were
-computed once, and at those of their own row that packing.py's rule lets them see.
+The model sees one long sequence of tokens without padding, so it computes, routes and counts no padding. Only this
+file, between the projections, lays tokens out as rows. A row attends to the keys of the group's prefix, which are
+computed once, and to the keys of its own that packing.py's rule allows.
 
 Shapes: T packed tokens, B rows, S queries of the longest row, C keys of a row, P keys of the prefix; H query heads,
 G key heads, A dimensions of a head.
@@ -28,19 +28,19 @@ from training.model.attention import Seen
 
 @dataclass(frozen=True)
 class Rows:
-    """Where each packed token belongs, and what it may see."""
+    """Say where each packed token belongs, and which keys it may see."""
 
     tokens_T: Tensor
     positions_T: Tensor
     queries: tuple[int, int]  # B, S
     query_T: Tensor  # place of each token among B * S
-    key_T: Tensor  # place of its key among B * C; of tokens written later, among B * (P + C)
+    key_T: Tensor  # place of its key among B * C; for tokens written later, among B * (P + C)
     slot_BS: Tensor  # column of each query among the C
     at_BS: Tensor  # position of each query
     end_BC: Tensor  # where the subtree of each key ends (packing.py)
     at_BC: Tensor  # position of each key
     prefix: int  # P
-    length: int  # of the longest sequence here or to come: some rotary frequencies depend on it
+    length: int  # length of the longest sequence, tokens written later included: some rotary frequencies depend on it
     chains: bool  # all rows are plain sequences, and there is no prefix
 
     @cached_property
@@ -48,14 +48,15 @@ class Rows:
         return {}
 
     def mask(self, window: int | None) -> Tensor | None:
-        """Return the mask [B, 1, S, P + C], made once for all layers of one window; None: causal will do."""
+        """Return the mask [B, 1, S, P + C], made once for all layers with one window; None if a causal mask is
+        enough."""
         if window not in self.masks:
             self.masks[window] = self.make_mask(window)
         return self.masks[window]
 
     def make_mask(self, window: int | None) -> Tensor | None:
         if self.chains and window is None and self.queries[1] == self.end_BC.shape[1]:
-            return None  # the padding is at the end, where no token looks
+            return None  # the padding is at the end, and no token attends to it
         slot = torch.arange(self.end_BC.shape[1], device=self.end_BC.device)
         seen = (slot <= self.slot_BS[:, :, None]) & (self.slot_BS[:, :, None] < self.end_BC[:, None])
         before = seen.new_ones(*self.queries, self.prefix)
@@ -66,7 +67,7 @@ class Rows:
 
 
 def laid_out(rows: Sequence[Row], prefix: int, length: int, room: int, device: torch.device) -> Rows:
-    """Lay out rows for one forward. `room`: columns of keys for tokens that are still to come."""
+    """Lay out rows for one forward, with `room` columns of keys for tokens that are written later."""
     longest = max(map(len, rows))
     width = longest + room
     sizes = [len(row) for row in rows]
@@ -100,7 +101,7 @@ def laid_out(rows: Sequence[Row], prefix: int, length: int, room: int, device: t
 
 
 def next_tokens(rows: Rows, alive: Sequence[int], tokens: Sequence[int], positions: Sequence[int], slot: int) -> Rows:
-    """Return rows of one more token for each of `alive`, in column `slot`, which `rows` gets as well."""
+    """Return rows with one more token for each of `alive`, in column `slot`; `rows` gets that column too."""
     count, width = rows.end_BC.shape
     device = rows.end_BC.device
     index = torch.tensor(alive, device=device)
@@ -127,10 +128,10 @@ def next_tokens(rows: Rows, alive: Sequence[int], tokens: Sequence[int], positio
 
 @dataclass
 class Memory:
-    """What the layers of one forward share, and each layer's keys and values."""
+    """Hold the rows that all layers of a forward share, and each layer's keys and values."""
 
-    rows: Rows | None = None  # of this forward
-    keep: str = ""  # what this forward's keys become: prefix (of later forwards), own (of the same rows), or nothing
+    rows: Rows | None = None  # the rows of this forward
+    keep: str = ""  # this forward's keys become: prefix (for later forwards), own (for the same rows), or nothing
     prefix: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> keys, values [1, P, G, A]
     own: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # [B, P + C, G, A]
 
@@ -142,14 +143,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class Remembering:
-    """Attention over packed rows, for one layer."""
+    """Compute attention over packed rows for one layer."""
 
     layer: int
     window: int | None
     scale: float
     cap: float  # soft cap of the logits; 0: none
     memory: Memory
-    latent: int = 0  # values are the first so many numbers of a key, and not remembered apart; 0: they are their own
+    latent: int = (
+        0  # values are this many first numbers of a key, and are not stored twice; 0: values are stored by themselves
+    )
 
     def __call__(
         self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen, sink_H: Tensor | None = None
@@ -157,7 +160,7 @@ class Remembering:
         rows, memory = self.memory.rows, self.memory
         assert rows is not None and seen.documents_BS is None
         count, longest = rows.queries
-        real = len(rows.tokens_T)  # tensor parallelism may bring a few more, to divide them evenly
+        real = len(rows.tokens_T)  # tensor parallelism may add a few tokens, to divide them evenly
         q_THA = q_BSHA[0, :real]
         q_BHSA = scattered(q_THA, rows.query_T, count * longest).view(count, longest, *q_THA.shape[1:]).transpose(1, 2)
         kinds = (k_BSGA,) if self.latent else (k_BSGA, v_BSGA)
@@ -193,5 +196,5 @@ class Remembering:
 
 def scattered(x_TNA: Tensor, place_T: Tensor, size: int) -> Tensor:
     if len(x_TNA) == size:
-        return x_TNA  # no row is shorter than another: the places are 0, 1, 2, ...
+        return x_TNA  # all rows have the same length: the places are 0, 1, 2, ...
     return x_TNA.new_zeros(size, *x_TNA.shape[1:]).index_copy_(0, place_T, x_TNA)

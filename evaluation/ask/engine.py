@@ -1,8 +1,8 @@
-"""An engine asks a decoder two things: how likely a text is after another (`score`), and what comes next (`write`).
+"""Ask a decoder how likely one text is after another (`score`), and what comes next (`write`).
 
-Work is a generator that yields the rows of a forward and is sent their hidden states. So all ranks can go in step:
-under expert or data parallelism a forward is also a meeting, and a rank that has nothing left to ask brings one dummy
-token until the last rank has finished.
+Work is a generator that yields the rows of a forward and receives their hidden states. So all ranks can run each
+forward together, as expert and data parallelism need; a rank without work left computes one dummy token until the last
+rank has finished.
 
 Shapes: T packed tokens, D hidden, U scored places, V vocabulary.
 """
@@ -36,39 +36,40 @@ from training.parallel.shard import moe_blocks, reshard
 
 LOGITS = 1 << 26  # elements of logits at a time
 
-Score = tuple[float, bool]  # log-probability in nats; whether greedy decoding would have written it
+Score = tuple[float, bool]  # log-probability in nats; whether greedy decoding would write it
 Work = Generator[tuple[Rows, str], Tensor, None]  # yields (rows, Memory.keep), is sent hidden states [T, D]
 DUMMY = Row([0], [0], [FOREVER])
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's share of the work: `index` of `count`. Ranks of tensor parallelism have the same share."""
+    """Name this process's share of the work: `index` of `count`; ranks of one tensor-parallel group have the same
+    share."""
 
     index: int = 0
     count: int = 1
 
     def any(self, mine: bool) -> bool:
-        """Return whether any process brings True. All processes call it together."""
+        """Return whether any process passes True; all processes call it together."""
         if not dist.is_initialized():
             return mine
-        flag = torch.tensor(int(mine), dtype=torch.int32)  # on the host: over gloo, also where there is NCCL
+        flag = torch.tensor(int(mine), dtype=torch.int32)  # on the host: over gloo, even if there is NCCL
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return each process's value, in order of ranks: JSON, never a pickle."""
+        """Return each process's value in the order of ranks, sent as JSON and never as a pickle."""
         return gather(value)
 
 
 @dataclass
 class Engine:
     model: Decoder
-    budget: int  # tokens a forward
+    budget: int  # tokens of a forward
     ranks: Ranks = field(default_factory=Ranks)
     tensor_parallel: dist.ProcessGroup | None = None
     progress: bool = True
-    poll: Callable[[], object] = bool  # called before each forward, on all ranks alike; may raise what ends the work
+    poll: Callable[[], object] = bool  # called before each forward on all ranks; it may raise an error to end the work
     work: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0, "forwards": 0.0})
 
     def __post_init__(self) -> None:
@@ -79,9 +80,9 @@ class Engine:
 
     @contextmanager
     def open(self) -> Iterator[Engine]:
-        """Let attention be over packed rows and routers count nothing; leave the model as it was.
+        """Make attention read packed rows and stop routers from counting; restore the model afterwards.
 
-        Opened inside again, it stays open.
+        A nested call changes nothing.
         """
         if self.is_open:
             yield self
@@ -105,7 +106,7 @@ class Engine:
         try:
             self.is_open = True
             self.model.eval()
-            # packed lengths differ from forward to forward: a compiled layer would be compiled anew for each
+            # packed lengths differ between forwards, and a compiled layer would be compiled again for each length
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 head = self.model.head_weight.detach().to(self.model.compute)
                 self.head_VD = head.full_tensor() if isinstance(head, DTensor) else head
@@ -126,7 +127,7 @@ class Engine:
     # ---- forwards
 
     def together(self, work: Work) -> None:
-        """Do the work, each forward in step with all other ranks."""
+        """Do the work, each forward together with all other ranks."""
         forward = next(work, None)
         while self.ranks.any(forward is not None):
             self.poll()
@@ -146,7 +147,7 @@ class Engine:
         if group is None:
             hidden: Tensor = self.model.hidden(tokens[None], positions[None], None, rows.length)
             return hidden[0]
-        # between attention and FFN each rank of tensor parallelism has an equal part of the tokens
+        # between attention and FFN each tensor-parallel rank has an equal part of the tokens
         missing = -len(tokens) % group.size()
         tokens, positions = (functional.pad(x, (0, missing)) for x in (tokens, positions))
         own = tokens.chunk(group.size())[group.rank()]
@@ -154,7 +155,7 @@ class Engine:
         return all_gather(hidden[0], group)[: len(rows.tokens_T)]
 
     def each(self, planned: Plan, length: int, what: str, answer: Callable[[Batch, int], Work]) -> Work:
-        """Do `answer` with each batch of this rank and the length of its prefix, whose keys are in the memory."""
+        """Call `answer` with each batch of this rank and the length of its prefix, whose keys are in the memory."""
         batches, group = share(planned.batches, planned.prefixes, self.ranks.index, self.ranks.count), -1
         with tqdm(
             total=sum(batch.tokens for batch in batches), desc=what, unit="tok", disable=not self.progress
@@ -174,12 +175,12 @@ class Engine:
             row = Row(prefix.tolist(), list(range(len(prefix))), [FOREVER] * len(prefix))
             yield laid_out([row], 0, length, 0, self.device), "prefix"
 
-    # ---- how likely
+    # ---- likelihoods
 
     def score(self, pairs: Sequence[tuple[Ids, Ids]], done: Callable[[Mapping[int, Score]], None]) -> None:
-        """Score (context, continuation) pairs; `done` gets this rank's scores by the pair's number, batch by batch."""
+        """Score (context, continuation) pairs; give `done` this rank's scores by the pair's number, batch by batch."""
         for numbers, length in self.regimes([len(a) + len(b) - 1 for a, b in pairs]):
-            asked: dict[bytes, list[int]] = {}  # what a forward reads -> the pairs that it answers
+            asked: dict[bytes, list[int]] = {}  # the tokens that a forward reads -> the pairs that it answers
             for number in numbers:
                 context, continuation = pairs[number]
                 asked.setdefault(np.concatenate([context, continuation[:-1]]).tobytes(), []).append(number)
@@ -211,7 +212,7 @@ class Engine:
     def scored(
         self, hidden_TD: Tensor, places: NDArray[np.int64], targets: Ids
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Return log p(target | place) of each pair, and whether no token is likelier; only these have logits."""
+        """Return log p(target | place) of each pair and whether no token is likelier; compute logits only there."""
         unique, which = np.unique(places, return_inverse=True)
         order = np.argsort(which, kind="stable")
         target = torch.from_numpy(targets[order]).to(self.device)
@@ -229,14 +230,14 @@ class Engine:
         inverse = np.argsort(order)
         return torch.cat(logp).double().cpu().numpy()[inverse], torch.cat(best).cpu().numpy()[inverse]
 
-    # ---- what comes next
+    # ---- greedy texts
 
     def write(
         self, prompts: Sequence[Ids], limit: int, stopped: Callable[[Sequence[int]], bool],
         done: Callable[[Mapping[int, Sequence[int]]], None],
     ) -> None:  # fmt: skip
-        """Write greedy tokens after each prompt: `limit` at most, or until `stopped` is true of them. `done` gets this
-        rank's tokens by the prompt's number, batch by batch."""
+        """Write at most `limit` greedy tokens after each prompt, or until `stopped` is true; give `done` this rank's
+        tokens by the prompt's number, batch by batch."""
         for numbers, length in self.regimes([len(prompt) + limit for prompt in prompts]):
             inputs = [Input(prompts[n], len(prompts[n]) - 1) for n in numbers]
             answer = partial(self.write_batch, numbers=numbers, length=length, limit=limit, stopped=stopped, done=done)
@@ -272,8 +273,8 @@ class Engine:
         return capped(functional.linear(x_TD, self.head_VD) * dense.logit_scale, dense.logit_cap)
 
     def regimes(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int]]:
-        """Yield (numbers, longest length) of sequences that may be computed together: all of them, unless the rotation
-        is longrope, which is another one for sequences longer than those of its first training."""
+        """Yield (numbers, longest length) of sequences that can be computed together: all, except that longrope rotates
+        sequences beyond its first training length in another way."""
         rope = self.model.dense.rope
         border = original(rope) if rope["rope_type"] == "longrope" else max(lengths, default=0)
         for long in (False, True):

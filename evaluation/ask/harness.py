@@ -1,14 +1,13 @@
-"""lm-eval's own command line, with our engine as its model `upcycle`: all of its tasks, flags, templates and loggers.
+"""Run lm-eval's own command line with our engine as its model `upcycle`; all its tasks, flags and loggers work.
 
 usage: python -m evaluation lm-eval COMMAND ...
 
   python -m evaluation lm-eval run --model upcycle --model_args pretrained=./moe --tasks arc_easy --num_fewshot 5
 
-What follows is lm-eval's: `python -m lm_eval run --help` says what there is. lm-eval finds models in a table of its own
-and looks for no plug-ins, so the plain `lm-eval` does not know this one; in Python, `import evaluation.ask.harness`
-puts it
-there. --model hf and vllm are lm-eval's own, for models that our decoder is not made for. Several processes divide one
-model: torchrun --nproc-per-node 8 -m evaluation lm-eval run --model upcycle --model_args pretrained=./moe,mesh.ep=8 ...
+COMMAND and its flags are lm-eval's: see `python -m lm_eval run --help`. lm-eval has a fixed table of models and no
+plug-ins, so the plain `lm-eval` does not know ours; in Python, `import evaluation.ask.harness` adds it. --model hf and
+vllm are lm-eval's own, for models that our decoder cannot run. Several processes divide one model: torchrun
+--nproc-per-node 8 -m evaluation lm-eval run --model upcycle --model_args pretrained=./moe,mesh.ep=8 ...
 
 keys of --model_args, with defaults and meaning: docs/config.md
 """
@@ -47,15 +46,15 @@ DTYPES = ("float32", "bfloat16", "float64")
 
 @dataclass(frozen=True)
 class AskConfig:
-    """How our engine answers: keys that `upcycle eval` and lm-eval's --model_args share."""
+    """Hold the keys of our engine that `upcycle eval` and lm-eval's --model_args share."""
 
     ELSEWHERE: ClassVar = {"experts": "expert_backend", "tokens": "forward_tokens"}
 
     dtype: str = "float32"  # float32 | bfloat16 | float64
     forward_tokens: int = 8192  # tokens of one forward, at most
-    max_length: int = 0  # tokens that are read at most; 0: the model's context
-    expert_backend: str = DEFAULT  # a backend, a file of training/experts
-    tokenizer: str = ""  # a folder with one, or a hub id; "": the checkpoint's
+    max_length: int = 0  # tokens that the model reads, at most; 0: its context
+    expert_backend: str = DEFAULT  # an expert backend, by its file in training/experts
+    tokenizer: str = ""  # a folder with a tokenizer, or a hub id; "": the checkpoint's own
     device: str = ""  # cuda | cpu; "": cuda if there is one
     mesh: MeshConfig = field(default_factory=MeshConfig)  # how several processes divide the model
 
@@ -63,16 +62,20 @@ class AskConfig:
         rules = {"forward_tokens": at_least(1), "max_length": at_least(0), "dtype": one_of(DTYPES)}
         check_values(self, "", rules)
         if self.mesh.pp > 1:
-            raise ValueError(f"mesh.pp={self.mesh.pp}: evaluation has no pipeline; divide the model by mesh.ep or tp")
+            raise ValueError(
+                f"mesh.pp={self.mesh.pp}: evaluation has no pipeline; divide the model by mesh.ep or mesh.tp"
+            )
 
 
 @dataclass(frozen=True)
 class ModelConfig(AskConfig):
     pretrained: str = ""  # a Hugging Face folder, a hub id, or a training run's folder
     max_gen_toks: int = 0  # tokens of a written answer at most; 0: as the task says, or 256
-    cache: str = ""  # a folder where answers are remembered, by the model as computed; "": nowhere
-    batch_size: Any = None  # lm-eval's; without a meaning here: `forward_tokens` says how large a forward is
-    max_batch_size: Any = None  # lm-eval's, as batch_size
+    cache: str = ""  # a folder that keeps the answers of each model; "": keep none
+    batch_size: Any = (
+        None  # lm-eval passes it; our engine ignores it, because `forward_tokens` sets the size of a forward
+    )
+    max_batch_size: Any = None  # the same as batch_size
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +84,7 @@ class ModelConfig(AskConfig):
 
 @register_model(NAME)
 class UpcycleLM(DecoderLM):
-    """A checkpoint on our engine, made of lm-eval's --model_args. Processes of torchrun are there already."""
+    """Open a checkpoint on our engine with lm-eval's --model_args; torchrun has started the processes."""
 
     def __init__(self, pretrained: str, *, progress: bool = True, **options: Any) -> None:
         config = read(ModelConfig, "", values=[("pretrained", str(pretrained)), *options.items()])
@@ -89,12 +92,13 @@ class UpcycleLM(DecoderLM):
             raise ValueError("pretrained is not set; write --model_args pretrained=FOLDER")
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
-                "there are several processes and they have not met; start them with python -m evaluation lm-eval ..., "
+                "WORLD_SIZE names several processes, and no process group is open; start them with python -m "
+                "evaluation lm-eval ..., "
                 "or unset WORLD_SIZE"
             )
         check_ranks(config.mesh, dist.get_world_size() if dist.is_initialized() else 1)
         with ExitStack() as stack:
-            device = stack.enter_context(processes(kind_of(config.device)))  # there already, if several
+            device = stack.enter_context(processes(kind_of(config.device)))  # open already, if there are several
             self.mesh = ParallelMesh(config.mesh, device_type=device.type)
             loaded = load.opened(
                 config.pretrained, config.dtype, self.mesh, device, expert_backend=config.expert_backend,
@@ -112,12 +116,12 @@ class UpcycleLM(DecoderLM):
             self.remember(config.cache)
 
     def remember(self, folder: str | Path) -> None:
-        """Keep answers in `folder`, and take those that are there of this very model."""
+        """Keep answers in `folder`, and use the answers that this model has there already."""
         self.remembered = Remembered(folder, self.about.identity, self.mesh.rank)
-        self.engine.ranks.any(False)  # all ranks have read the cache before one writes to it
+        self.engine.ranks.any(False)  # all ranks read the cache before one writes to it
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what lm-eval's results say of the model (`config`)."""
+        """Return the facts about the model that lm-eval writes into its results (`config`)."""
         about = self.about
         return {
             "model_num_parameters": about.parameters,
@@ -142,14 +146,15 @@ def check_ranks(mesh: MeshConfig, ranks: int) -> None:
 
 
 def ranks_of(mesh: ParallelMesh) -> Ranks:
-    """Return the share of this rank: tensor parallel ranks, which are neighbours, ask the same; all others do not."""
+    """Return the share of this rank: neighbouring tensor-parallel ranks ask the same items, all others ask different
+    ones."""
     return Ranks(mesh.rank // mesh.size("tp"), mesh.world // mesh.size("tp"))
 
 
 def main(words: Sequence[str]) -> int:
     setup_logging()
     command = HarnessCLI()
-    with patch.object(sys, "argv", ["lm-eval", *words]):  # where lm-eval's parser looks
+    with patch.object(sys, "argv", ["lm-eval", *words]):  # lm-eval's parser reads the words from here
         options = command.parse_args()
     with ExitStack() as stack:
         if getattr(options, "model", None) == NAME:
@@ -163,9 +168,9 @@ def device_of(options: Any) -> str:
 
 
 def kind_of(device: Any) -> str:
-    """Return the device that lm-eval names: cuda:0 by default, for which it takes cpu where there is none.
+    """Return the device that lm-eval names: cuda:0 by default, or the CPU if there is no GPU.
 
-    Several processes each have the device of their rank.
+    Of several processes, each has the device of its rank.
     """
     kind = str(device or "").partition(":")[0]
     if kind == "cuda" and not torch.cuda.is_available():

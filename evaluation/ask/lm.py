@@ -1,7 +1,7 @@
-"""lm-eval's language model, answered by our engine: the tokens and the scores are those of lm-eval's own HFLM.
+"""Answer lm-eval's requests with our engine; tokens and scores equal those of lm-eval's own HFLM.
 
-lm-eval makes the prompts and computes the metrics; between the two it asks for log-likelihoods and greedy texts. Every
-process asks everything, and the engine divides the work, so that no process waits for one that has fewer documents.
+lm-eval makes the prompts and computes the metrics; in between it asks for log-likelihoods and greedy texts. Every
+process asks for everything and the engine divides the work, so no process waits for another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from evaluation.ask.tasks import check_greedy
 
 Pair = tuple[list[int], list[int]]
 Done = Callable[[Mapping[int, Any]], None]
-GENERATED = 256  # tokens, where a task does not say; as HFLM
+GENERATED = 256  # tokens, if a task sets no number; the same as HFLM
 
 
 class DecoderLM(TemplateLM):  # type: ignore[misc]
@@ -37,9 +37,8 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         generate: int = 0,
         max_length: int = 0,
     ) -> None:
-        """`stops`: tokens that end a text besides the tokenizer's own, as generation_config.json says. `generate`:
-        tokens of a text at most, whatever the task says. `max_length`: tokens that are read at most, if fewer than the
-        model's context."""
+        """Set up the model. `stops` are tokens of generation_config.json that also end a text; `generate` limits the
+        tokens of a text, whatever the task says; `max_length` limits the tokens that are read."""
         super().__init__()
         self.generate = generate
         self.engine, self.tokenizer, self.remembered = engine, tokenizer, remembered
@@ -48,11 +47,13 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
             raise ValueError(f"max_length is {max_length} and the model's context {context}; write 1 to {context}")
         self.max_length = max_length or context
         if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no end-of-text token, which separates texts; set its eos_token")
+            raise ValueError(
+                "the tokenizer has no end-of-text token, and texts need one between them; set its eos_token"
+            )
         self.stops = {tokenizer.eos_token_id, *stops}
         self.cut = 0  # requests that were longer than the model's context and lost their beginning
         self.asked = self.recalled = 0
-        self.chat: str | None = None  # the template of conversations that chat_template() chose
+        self.chat: str | None = None  # the chat template that chat_template() chose
 
     @property
     def eot_token_id(self) -> int:
@@ -69,7 +70,8 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the conversation as text, by the tokenizer's template: for one without a system's role, without it."""
+        """Return the conversation as text, by the tokenizer's template; leave the system message out if the template
+        has none."""
         options: dict[str, Any] = {
             "tokenize": False, "add_generation_prompt": add_generation_prompt,
             "continue_final_message": not add_generation_prompt, **({"chat_template": self.chat} if self.chat else {}),
@@ -81,7 +83,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
             return str(self.tokenizer.apply_chat_template(spoken, **options))
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Return the tokenizer's template, the one of that name if it has several. ValueError if it has none."""
+        """Return the tokenizer's template, by its name if there are several; raise a ValueError if there is none."""
         if not chat_template:
             return ""
         given = self.tokenizer.chat_template
@@ -95,13 +97,14 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         self.chat = str(named[name])
         return self.chat
 
-    # ---- text to tokens
+    # ---- tokens of texts
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return self.encode([string], add_special_tokens)[string]
 
     def encode(self, texts: Iterable[str], special: bool | None = None) -> dict[str, list[int]]:
-        """Return tokens by text, made on all processors. A text that starts with the prefix gets no second one."""
+        """Return the tokens of each text, made on all processors; a text that starts with the prefix gets no second
+        one."""
         prefix = self.tokenizer.decode(self.prefix_token_id)
         found: dict[str, list[int]] = {}
         unique = list(dict.fromkeys(texts))
@@ -118,7 +121,8 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:
-        """Return TemplateLM's token pairs, all at once: a continuation is what the whole has beyond its context."""
+        """Return TemplateLM's token pairs, all at once; a continuation is the rest of the whole text after its
+        context."""
         moved = [moved_spaces(*pair) for pair in texts]
         whole = self.encode([a + b for a, b in moved if a] + [a for a, _ in moved if a])
         alone = self.encode([b for a, b in moved if not a], special=False)
@@ -132,7 +136,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
                 out.append((ids[:1], ids[1:]) if ids[:1] == [self.prefix_token_id] else ([self.prefix_token_id], ids))
         return out
 
-    # ---- what lm-eval asks
+    # ---- lm-eval's requests
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[Score]:
         return self.scores(self.pairs([request.args for request in requests]))
@@ -194,9 +198,9 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         ids = self.encode(prompts)
         self.cut += sum(len(ids[prompt]) > room for prompt in prompts)
         inputs: list[Ids] = [np.asarray(ids[prompt][-room:], np.int64) for prompt in prompts]
-        stops = ",".join(map(str, sorted(self.stops)))  # they end a text, as the stop words do
+        stops = ",".join(map(str, sorted(self.stops)))  # these tokens end a text, as the stop words do
         names = [key("write", x, str(limit), stops, *until) for x in inputs]
-        # a token is at least a byte, so the last ones hold any stop word; HFLM looks back two tokens further, too
+        # a token is at least a byte, so the last tokens hold any stop word; HFLM also looks two tokens further back
         back = max((len(word.encode()) for word in until), default=0) + 2
 
         def stopped(tokens: Sequence[int]) -> bool:
@@ -215,9 +219,10 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         }
 
     def answers(self, names: Sequence[str], compute: Callable[[list[int], Done], None]) -> dict[str, Any]:
-        """Return the answers of all processes by name. `compute` answers the requests of the given numbers.
+        """Return the answers of all processes by name; `compute` answers the requests with the given numbers.
 
-        Each process writes its own answers down as they come. All remember the same, so they agree on what is left.
+        Each process saves its own answers as they come. All read the same saved answers, so they agree on the requests
+        that are left.
         """
         known = self.remembered.answers if self.remembered else {}
         found = {name: known[name] for name in names if name in known}
@@ -241,6 +246,6 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
 
 
 def moved_spaces(context: str, continuation: str) -> tuple[str, str]:
-    """Spaces at a context's end go to the word after it, with which tokenizers join them."""
+    """Move spaces from a context's end to the next word, because tokenizers join them to it."""
     bare = context.rstrip()
     return (bare, context[len(bare) :] + continuation) if bare else (context, continuation)

@@ -1,7 +1,7 @@
-"""Load a checkpoint as a model to ask (`opened`): a Hugging Face folder, a hub id, or a training run's folder.
+"""Load a model from a Hugging Face folder, a hub id, or a training run's folder (`opened`).
 
-A training run stands for its newest checkpoint that is whole; a step's folder (RUN/checkpoints/step-00000100) for
-itself. Under a mesh each process reads its own share only, as training does.
+A run's folder means its newest whole checkpoint; RUN/checkpoints/step-00000100 means that step. Under a mesh each
+process reads only its own share, as in training.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "t
 IRRELEVANT = (
     "_name_or_path",
     "transformers_version",
-)  # keys of config.json that say where it is from; no number changes
+)  # keys of config.json that only say where the model is from
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ def opened(
 ) -> Loaded:  # fmt: skip
     run, step_folder = standalone.training_run(Path(source))
     with origin_of(source, run) as origin:
-        encoder = load_tokenizer(source, origin, tokenizer)  # first: a missing one is found soonest
+        encoder = load_tokenizer(source, origin, tokenizer)  # first, because a missing tokenizer is found fastest
         check(mesh.config, mesh.world, origin.spec, sequence=origin.dense.context)
         with torch.device("meta"):
             model = Decoder(origin.spec, experts=expert_backend, compute=getattr(torch, dtype))
             if run is not None:
                 standalone.attach_adapters(model, run)
-            else:  # a run's float32 masters stay as they are; modules cast for themselves
+            else:  # a run's float32 masters stay as they are; each module casts its own weights
                 narrow(model, getattr(torch, dtype))
         parallelize(model, mesh)
         model = model.to_empty(device=device).eval()
@@ -69,7 +69,7 @@ def opened(
         if len(encoder) > origin.dense.vocab and max(encoder.get_vocab().values()) >= origin.dense.vocab:
             raise ValueError(
                 f"the tokenizer of {source} gives ids up to {max(encoder.get_vocab().values())} and the model has "
-                f"{origin.dense.vocab} embeddings; write tokenizer=FOLDER with the model's own"
+                f"{origin.dense.vocab} embeddings; write tokenizer=FOLDER with the model's own tokenizer"
             )
         total, active = parameters(origin)
         numbers, encoder_folder = fingerprint(model), tokenizer_folder(source, origin, tokenizer)
@@ -82,7 +82,7 @@ def opened(
 
 
 def narrow(model: Decoder, dtype: torch.dtype) -> None:
-    """Cast all but routers and what FSDP gathers together with them (shard.py): those stay float32, of one dtype."""
+    """Cast all weights except routers and those that FSDP gathers together with them (shard.py), which stay float32."""
     parts: list[nn.Module | None] = [model.embed, model.final_norm, model.head]
     for layer in layers(model):
         parts += [layer.attention, *dense_ffns(layer)]
@@ -105,7 +105,7 @@ def fill(model: Decoder, origin: Origin, run: Path | None, folder: Path | None) 
     return None
 
 
-# ---- what belongs to the weights
+# ---- tokenizer, sizes, identity
 
 
 def tokenizer_folder(source: str, origin: Origin, given: str) -> Path:
@@ -113,7 +113,7 @@ def tokenizer_folder(source: str, origin: Origin, given: str) -> Path:
     folder = checkpoint.tokenizer_folder(given) if given else own
     if folder is None or not any((folder / name).is_file() for name in TOKENIZERS):
         raise ValueError(
-            f"{given or source} has no tokenizer ({', '.join(TOKENIZERS[:2])}, ...), and tasks are text; write "
+            f"{given or source} has no tokenizer ({', '.join(TOKENIZERS[:2])}, ...), and tasks need one; write "
             f"tokenizer=FOLDER, or a hub id, with the one that the model was trained with"
         )
     return folder
@@ -124,13 +124,14 @@ def load_tokenizer(source: str, origin: Origin, given: str) -> Any:
 
     folder = tokenizer_folder(source, origin, given)
     if (folder / "tokenizer.json").is_file():
-        text.load_tokenizer(folder)  # what transformers would not survive is refused here
+        text.load_tokenizer(folder)  # refuse files that would crash transformers
     with text.explained(folder):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def end_tokens(origin: Origin) -> tuple[int, ...]:
-    """Return end tokens as transformers' generate does: generation_config.json's if it is there, else config.json's."""
+    """Return the end tokens that transformers' generate uses: generation_config.json's if it exists, else
+    config.json's."""
     settings = generation(origin)
     ends = (origin.config if settings is None else settings).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -144,7 +145,7 @@ def generation(origin: Origin) -> dict[str, Any] | None:
 
 
 def parameters(origin: Origin) -> tuple[int, int]:
-    """Return (all parameters, those that a token uses)."""
+    """Return (the number of all parameters, the number that a token uses)."""
     if not isinstance(origin.spec, MoESpec):
         count = dense_parameters(origin.dense)
         return count, count
@@ -153,18 +154,17 @@ def parameters(origin: Origin) -> tuple[int, int]:
     total = sum(p.numel() for p in model.parameters())
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     widths = sorted(origin.spec.widths)
-    unit = experts / (len(widths) * widths[-1])  # uneven experts are held as wide as the widest
+    unit = experts / (len(widths) * widths[-1])  # uneven experts are stored as wide as the widest
     kept, chosen = unit * sum(widths), unit * sum(widths[-origin.spec.top_k :])
     return round(total - experts + kept), round(total - experts + chosen)
 
 
 def identity(weights: str, origin: Origin, tokenizer: Path, dtype: str, experts: str, device: str) -> str:
-    """Return a digest of the model as computed: of all that may change an answer to the same tokens, or the tokens.
+    """Return a digest of everything that may change the model's tokens or its answers.
 
-    `weights` is their fingerprint. The same weights are another model under another config.json (the experts of a
-    token, the base of its rotation, the epsilon of a norm), and another one's texts end elsewhere. So the whole config
-    is in it but for IRRELEVANT, whatever the keys of tomorrow mean. How ranks divide the work is not: that changes
-    roundings alone.
+    `weights` is their fingerprint. The same weights under another config.json are another model (experts a token,
+    rotary base, epsilon of a norm), so the digest covers the whole config except IRRELEVANT, with keys that we do not
+    know yet. It does not cover how ranks divide the work, which only changes rounding.
     """
     settings, beside = dict(origin.config), generation(origin)
     files = {file for pattern in COPIED for file in tokenizer.glob(pattern) if file.is_file()}
@@ -181,7 +181,7 @@ def identity(weights: str, origin: Origin, tokenizer: Path, dtype: str, experts:
 
 
 def fingerprint(model: Decoder) -> str:
-    """Return a digest of every weight by name: the same on any mesh and from any file, another if a weight differs."""
+    """Return a digest of every weight by name: equal on any mesh and from any file, different if one weight differs."""
     named = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0])
     sums = hashlib.sha256()
     for name, tensor in named:
@@ -195,7 +195,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def digest(tensor: Tensor) -> bytes:
-    """Return a digest of the numbers, not of their width: a bfloat16 model is the same when read into float32."""
+    """Return a digest of the numbers and not of their dtype: a bfloat16 model read into float32 has the same one."""
     narrow = tensor.bfloat16()
     shortest = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
     raw: Any = shortest.contiguous().flatten().view(torch.uint8).numpy()

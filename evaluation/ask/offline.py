@@ -1,9 +1,9 @@
-"""Documents from files, in the columns that lm-eval's own tasks know from the hub.
+"""Read documents from files, in the columns that lm-eval's own tasks know from the hub.
 
-A task stays lm-eval's, prompts and metrics included; only its documents come from elsewhere. SOURCES says of each data
-set, by its name on the hub, which files its authors publish and what a line is. A suite's own task names `jsonl`
-(or `text`) as its data set, and a file. The reader of `datasets` would take any columns, and lists of any depth, with
-which it does not come back: here a wrong file is a sentence that names the line.
+A task stays lm-eval's, with its prompts and metrics; only its documents come from files. SOURCES maps the name of a
+data set on the hub to the files that its authors publish and to the format of a line. A suite's own task names `jsonl`
+(or `text`) as its data set, and a file. We do not use the reader of `datasets`, because it takes any columns and hangs
+on deep lists; here a wrong file is an error that names the line.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from upcycle.io.strict import MAX_LINE, check_depth, parse_row, read_text, short
 from upcycle.text import tokens as text
 
 Row = dict[str, Any]
-MAX_NESTED = 12  # values in values of all rows; the time that datasets takes to look at them doubles with each
+MAX_NESTED = 12  # depth of nested values; the time of `datasets` doubles with each level
 
 
 class Splits(dict[str, Dataset]):
-    """Documents by split. A split without a file is empty: tasks name their train split even if they need none."""
+    """Hold documents by split; a split without a file is empty, because tasks name a train split even if they need
+    none."""
 
     def __missing__(self, name: str) -> Dataset:
         return next(iter(self.values())).select([])
@@ -37,14 +38,14 @@ class Splits(dict[str, Dataset]):
 @dataclass(frozen=True)
 class Source:
     files: Mapping[str, str]  # by split; {part} stands for the part of the data set
-    keys: tuple[str, ...] = ()  # that a line must have
+    keys: tuple[str, ...] = ()  # keys that a line must have
     document: Callable[[Row, str], Row] = lambda row, part: row  # of a line
-    parts: Mapping[str, str] | None = None  # that the files are of: as the hub and as files call them; None: all
-    lines: Callable[[Path, Sequence[str]], Iterator[Row]] | None = None  # None: of CSV or JSON, as the file's name ends
+    parts: Mapping[str, str] | None = None  # the parts of the data set: their names on the hub and in files; None: all
+    lines: Callable[[Path, Sequence[str]], Iterator[Row]] | None = None  # None: CSV or JSON, by the file's suffix
 
 
 def reads(dataset: str, name: str | None) -> bool:
-    """Return whether the part of a data set that is called `name` can be read from files."""
+    """Return whether the part `name` of a data set can be read from files."""
     parts: Mapping[str, str] | None = SOURCES[dataset].parts if dataset in SOURCES else {}
     return parts is None or (name or "") in parts
 
@@ -78,9 +79,14 @@ def table(documents: list[Row], what: str, path: Path) -> Dataset:
     try:
         check_depth(documents, MAX_NESTED)
         return Dataset.from_list(documents)
-    except (ArrowException, OverflowError, TypeError, ValueError) as error:  # a number here, a list there
+    except (
+        ArrowException,
+        OverflowError,
+        TypeError,
+        ValueError,
+    ) as error:  # for instance a number in one row and a list in another
         said = " ".join(str(error).split())
-        raise ValueError(f"{path} has documents for {what} that make no table: {said:.200}") from None
+        raise ValueError(f"{path} has documents for {what} that do not form a table: {said:.200}") from None
 
 
 # ---- lines of files
@@ -101,12 +107,15 @@ def json_rows(path: Path, keys: Sequence[str]) -> Iterator[Row]:
             row = need(parse_row(line, where), keys, where)
             for key in keys:
                 if not fits(row, key):
-                    raise ValueError(f"{where} has {key}={short(row[key])}, not as published; is this the right file?")
+                    raise ValueError(
+                        f"{where} has {key}={short(row[key])}, which differs from the published file; is this the "
+                        "right file?"
+                    )
             yield row
 
 
 def fits(row: Row, key: str) -> bool:
-    """Return whether the value of a key is of its kind: two or more texts, the number of one of them, or a text."""
+    """Return whether a key's value has its kind: two or more texts, the number of one of them, or a text."""
     value, options = row[key], row.get("choices", row.get("context_options", ["no", "yes"]))
     if key in ("choices", "context_options"):
         return isinstance(value, list) and len(value) > 1 and all(isinstance(each, str) for each in value)
@@ -127,7 +136,7 @@ def csv_rows(path: Path, keys: Sequence[str]) -> Iterator[Row]:
 def hellaswag_rows(path: Path, keys: Sequence[str]) -> Iterator[Row]:
     """Yield items of six lines: text, number of the right ending, four endings.
 
-    The hub has the text in three parts; the last one is the unfinished sentence, which the task writes with a capital.
+    The hub splits the text into three parts; the last is the unfinished sentence, which the task writes with a capital.
     """
     try:
         with bz2.open(path, "rt", encoding="utf-8") as file:
@@ -138,7 +147,7 @@ def hellaswag_rows(path: Path, keys: Sequence[str]) -> Iterator[Row]:
         raise ValueError(f"{path} unpacks to more than {MAX_LINE} characters; is this the right file?")
     lines = content.removesuffix("\n").split("\n") if content else []
     if len(lines) % 6:
-        raise ValueError(f"{path} has {len(lines)} lines, which is not six an item; is it whole?")
+        raise ValueError(f"{path} has {len(lines)} lines, and an item has six; is the file whole?")
     for at in range(0, len(lines), 6):
         label, _, context = lines[at].partition(": ")
         *before, last = re.split(r"(?<=[.!?]) (?=[a-z][^.!?]*$)", context)
@@ -149,7 +158,7 @@ def hellaswag_rows(path: Path, keys: Sequence[str]) -> Iterator[Row]:
 
 
 def wikitext_rows(path: Path, keys: Sequence[str]) -> Iterator[Row]:
-    """Yield articles of the raw file, in which headings stand between blank lines."""
+    """Yield the articles of the raw file, whose headings stand between blank lines."""
     pages: list[str] = []
     for line in filter(None, (line.strip() for line in read_text(path).splitlines())):
         heading = re.fullmatch(r"(= )+[^=].*?( =)+", line)
@@ -163,11 +172,11 @@ def text_rows(path: Path, keys: Sequence[str]) -> Iterator[Row]:
     yield from ({"text": document} for document in text.documents([path]))
 
 
-# ---- a document of a line
+# ---- a document from a line
 
 
 def after(row: Row, start: str) -> str:
-    """Return the row's query without `start`, which the task's prompt would add once more."""
+    """Return the row's query without `start`, because the task's prompt adds it again."""
     value = str(row["query"])
     if not value.startswith(start):
         raise ValueError(f"query starts with {value[:20]!r} instead of {start!r}; is this the right file?")

@@ -1,15 +1,15 @@
-"""Requests to forwards: what is alike is computed once, and nothing is padded.
+"""Pack requests into forwards: a beginning that inputs share is computed once, and nothing is padded.
 
-Inputs are sorted, so that those which begin alike are neighbours. Then
+Inputs are sorted, so that inputs with the same beginning are neighbours. Then
 
-    a group   shares a long beginning (the few-shot examples of a subject): it goes through the model once, and its keys
-              and values are what every row of the group attends to first
-    a row     is a tree of inputs that share a good part (a question and its endings): that part is there once
-    a batch   is some rows of one group, of similar length, laid one after the other without padding
+    a group   shares a long beginning (the few-shot examples of a subject), which the model reads once; every row of
+              the group attends to its keys and values
+    a row     is a tree of inputs that share a large part (a question and its endings), which is there once
+    a batch   is several rows of one group, of similar length, one after the other without padding
 
-A row lists its tree's tokens depth first. Token i sees token j if j <= i < end[j], where end[j] is where the subtree of
-j ends: an ancestor, or itself. A plain sequence is the tree whose tokens all end at infinity, and a padded place ends
-at 0, so one rule is the mask of everything.
+A row lists the tokens of its tree depth first. Token i sees token j if j <= i < end[j], where the subtree of j ends at
+end[j]; so a token sees its ancestors and itself. In a plain sequence every end is infinity, and a padded place ends at
+0, so this one rule gives every mask.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 
-FILL = 256  # tokens that a group must save: what a small forward of its own, for the prefix, costs beside a large one
-LONGEST = 512  # tokens up to which a row grows, or twice its last input: attention compares all of a row with all
-WORTH = 4  # an input joins a row if it shares a fourth of itself: less does not pay for the mask that trees need
+FILL = 256  # tokens that a group must save, to pay for the small extra forward of its prefix
+LONGEST = (
+    512  # a row grows to this many tokens, or to twice its last input: attention costs the square of a row's length
+)
+WORTH = 4  # an input joins a row if it shares a fourth of its tokens: less does not pay for the mask of a tree
 FOREVER = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
 class Input:
-    """Tokens to read, and the first position at which what comes next is asked for."""
+    """Hold the tokens to read, and the first position whose next token is asked for."""
 
     tokens: Ids
     scored: int
@@ -42,7 +44,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    # number of an input -> where in the row its tokens are, from its first scored one on
+    # number of an input -> places of its tokens in the row, from the first scored one
     places: dict[int, list[int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -61,7 +63,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Plan:
-    prefixes: tuple[Ids, ...]  # of each group; empty: its rows share nothing
+    prefixes: tuple[Ids, ...]  # the prefix of each group; empty: its rows share nothing
     batches: tuple[Batch, ...]  # batches of a group are neighbours
 
     @property
@@ -71,17 +73,20 @@ class Plan:
 
 
 def plan(inputs: Sequence[Input], budget: int, *, trees: bool = True) -> Plan:
-    """Return batches of at most `budget` tokens; a longer row is a batch. Without trees a row is one input, to grow."""
+    """Return batches of at most `budget` tokens, or of one longer row; without trees a row is one input, which can
+    grow."""
     if not inputs:
         return Plan((), ())
-    # big-endian bytes sort as the numbers do, and much faster than lists
+    # big-endian bytes sort in the order of the numbers, and much faster than lists
     order = sorted(range(len(inputs)), key=lambda i: inputs[i].tokens.astype(">u4").tobytes())
     shared = [common(inputs[a].tokens, inputs[b].tokens) for a, b in itertools.pairwise(order)]
     scored = [inputs[i].scored for i in order]
     apart = (not (trees and scored[i] == scored[i + 1] <= length) for i, length in enumerate(shared))
     starts = [0, *(i + 1 for i, differ in enumerate(apart) if differ)]
-    units = list(zip(starts, [*starts[1:], len(order)], strict=True))  # (first, last + 1) in `order`: one context each
-    free = [min(scored[a:b]) for a, b in units]  # tokens before all that is scored
+    units = list(
+        zip(starts, [*starts[1:], len(order)], strict=True)
+    )  # (first, last + 1) in `order`: each has one context
+    free = [min(scored[a:b]) for a, b in units]  # tokens before the first scored one
     between = [min(shared[b - 1], free[u], free[u + 1]) for u, (_, b) in enumerate(units[:-1])]
     prefixes: list[Ids] = []
     batches: list[Batch] = []
@@ -101,7 +106,7 @@ def plan(inputs: Sequence[Input], budget: int, *, trees: bool = True) -> Plan:
 
 
 def common(a: Ids, b: Ids) -> int:
-    """Return the number of tokens that both begin with."""
+    """Return the length of the common beginning."""
     size = min(len(a), len(b))
     differ = a[:size] != b[:size]
     at = int(differ.argmax()) if size else 0
@@ -109,11 +114,11 @@ def common(a: Ids, b: Ids) -> int:
 
 
 def grouped(between: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first, last, shared prefix) of groups of neighbours.
+    """Yield (first, last, shared prefix) of groups of neighbours.
 
-    between[i] is how many tokens units i and i + 1 share, their depth. The longest intervals of at least a depth form a
-    tree; from its leaves upwards an interval is made one group if that saves more than its parts do:
-    depth * (size - 1), less what a fill costs.
+    between[i] counts the tokens that units i and i + 1 share, which is their depth. The longest intervals of at least a
+    given depth form a tree. From its leaves upwards, an interval becomes one group if that saves more than its parts
+    do: depth * (size - 1), less the cost of the prefix's own forward.
     """
     # (depth, first, saved, groups) of intervals still open, each deeper than the one before
     Open = list[tuple[int, int, int]]
@@ -132,7 +137,7 @@ def grouped(between: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             stack.append((top, start, more + saved, before))
         else:
             stack.append((depth, first, saved, groups))
-    # units without a group form one without a prefix: neighbours still share what a row's tree lets them
+    # units without a group form one without a prefix: neighbours still share tokens inside a row's tree
     for no_prefix, part in itertools.groupby(stack[0][3], key=lambda group: group[2] == 0):
         if no_prefix:
             ungrouped = list(part)
@@ -165,7 +170,7 @@ def tree_rows(
 
 
 def batched(rows: Sequence[Row], group: int, budget: int) -> Iterator[Batch]:
-    """Yield batches of rows, the longest first: if memory is short, that is known at once."""
+    """Yield batches of rows, the longest first, so that a lack of memory shows at once."""
     batch: list[Row] = []
     size = 0
     for row in sorted(rows, key=len, reverse=True):
@@ -179,7 +184,8 @@ def batched(rows: Sequence[Row], group: int, budget: int) -> Iterator[Batch]:
 
 
 def share(batches: Sequence[Batch], prefixes: Sequence[Ids], rank: int, ranks: int) -> list[Batch]:
-    """Return the batches of one rank: neighbours, so that few ranks fill a group's prefix, of about as many tokens."""
+    """Return one rank's batches: neighbours, so that few ranks compute the same prefix, and an equal share of the
+    tokens."""
     cost = [batch.tokens + 0.1 * len(prefixes[batch.group]) for batch in batches]
     middle = np.cumsum(cost) - np.array(cost) / 2 if batches else np.empty(0)
     return [b for b, at in zip(batches, middle, strict=True) if int(at * ranks / sum(cost)) == rank]

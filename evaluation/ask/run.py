@@ -1,4 +1,4 @@
-"""Ask a model the items of a suite, and keep every answer. `upcycle eval`."""
+"""Ask a model the items of a suite and keep every answer, for `upcycle eval`."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from upcycle.config.values import at_least, check_values
 from upcycle.io import strict
 from upcycle.plugin import nearest
 
-HOW = ("output", "log_samples", "name", "forward_tokens", "device", "mesh")  # keys that change no answer
-OF_THE_MODEL = ("checkpoint", "dtype", "tokenizer", "expert_backend")  # keys that its identity stands for
-BOOTSTRAP = 1000  # draws for the standard errors that have no formula (perplexity)
+HOW = ("output", "log_samples", "name", "forward_tokens", "device", "mesh")  # keys that do not change an answer
+OF_THE_MODEL = ("checkpoint", "dtype", "tokenizer", "expert_backend")  # keys that the model's identity covers
+BOOTSTRAP = 1000  # draws for standard errors without a formula (perplexity)
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,27 @@ class RunConfig(AskConfig):
     data: str = ""  # a folder with the suite's files; "": from the hub
     texts: tuple[str, ...] = ()  # perplexity: .txt, .jsonl or .jsonl.zst, each a domain
     fewshot: int | None = None  # examples in a prompt, where the task leaves it open
-    limit: float = 0  # items of each task; below 1: that share of them; 0: all
-    samples: dict[str, list[int]] = field(default_factory=dict)  # {task: numbers of its items}; {}: all
-    output: str = ""  # the folder to make; "": runs/eval/SUITE-NAME-DIGEST, of model and options
+    limit: float = 0  # items of each task; below 1: this share of them; 0: all
+    samples: dict[str, list[int]] = field(default_factory=dict)  # {task: numbers of its items}; {}: all items
+    output: str = ""  # the folder to make; "": runs/eval/SUITE-NAME-DIGEST, with a digest of model and options
     log_samples: bool = False  # keep documents and whole prompts in samples_TASK_*.jsonl, as lm-eval does
-    name: str = ""  # of the model in tables; "": the checkpoint's
-    model: str = NAME  # upcycle (ours) | hf | vllm | another model of lm-eval's, for what our decoder is not made for
-    model_args: dict[str, Any] = field(default_factory=dict)  # more for a model of lm-eval's: {batch_size: 8}
+    name: str = ""  # the model's name in tables; "": the checkpoint's
+    model: str = (
+        NAME  # upcycle (ours) | hf | vllm | another model type of lm-eval's, for models that our decoder cannot run
+    )
+    model_args: dict[str, Any] = field(default_factory=dict)  # arguments for lm-eval's model: {batch_size: 8}
     generate: int = 0  # tokens of a written answer at most; 0: as the task says, or 256
-    gen_kwargs: dict[str, Any] = field(default_factory=dict)  # over those of tasks: {max_gen_toks: 64, until: [Q]}
-    apply_chat_template: Any = False  # true: prompts are conversations, by the tokenizer's template; or the name of one
-    system_instruction: str = ""  # before every prompt
-    fewshot_as_multiturn: bool | None = None  # examples are turns of the conversation; null: with a chat template
-    seeds: tuple[int, ...] = ()  # of python, numpy, torch and examples, or one of all; []: lm-eval's 0 and 1234
+    gen_kwargs: dict[str, Any] = field(
+        default_factory=dict
+    )  # these replace a task's own: {max_gen_toks: 64, until: [Q]}
+    apply_chat_template: Any = (
+        False  # true: make prompts conversations by the tokenizer's template; or the name of a template
+    )
+    system_instruction: str = ""  # a text before every prompt
+    fewshot_as_multiturn: bool | None = (
+        None  # make examples turns of the conversation; null: yes if there is a chat template
+    )
+    seeds: tuple[int, ...] = ()  # of python, numpy, torch and examples, or one for all; []: lm-eval's 0 and 1234
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +97,7 @@ class RunConfig(AskConfig):
             (self.model not in model_registry,
              f"there is no model {self.model!r}{nearest(self.model, list(model_registry))}"),
             (self.model == NAME and self.model_args,
-             f"model_args are of lm-eval's models, and model is {NAME}; write them as keys"),
+             f"model_args are for lm-eval's models, and model is {NAME}; write them as keys"),
             (self.model != NAME and self.model_args.get("trust_remote_code"),
              "trust_remote_code runs a stranger's program, which this command does not do; leave it out"),
         ]  # fmt: skip
@@ -99,13 +107,13 @@ class RunConfig(AskConfig):
 
     @property
     def label(self) -> str:
-        """Return the name of what is asked, for tables and folders."""
+        """Return the name of the suite or tasks, for tables and folders."""
         return self.suite or ",".join(Path(name).stem for name in self.tasks)
 
     def asking(self) -> dict[str, Any]:
-        """Return the options of lm_eval.evaluator.evaluate."""
+        """Return the options for lm_eval.evaluator.evaluate."""
         multiturn = bool(self.apply_chat_template) if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
-        # in order: lm-eval pairs the numbers as given with the items as they come
+        # sorted, because lm-eval pairs the numbers in the given order with the items in their own order
         picked = {task: sorted(set(numbers)) for task, numbers in self.samples.items()}
         return {
             "limit": self.limit or None, "samples": picked or None, "fewshot_as_multiturn": multiturn,
@@ -113,21 +121,21 @@ class RunConfig(AskConfig):
         }  # fmt: skip
 
     def deciding(self) -> dict[str, Any]:
-        """Return the options that decide the answers, as JSON has them; our model's own are in its identity."""
+        """Return the options that decide the answers, as JSON values; our model's own options are in its identity."""
         left_out = HOW if self.model != NAME else (*HOW, *OF_THE_MODEL)
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return {key: value for key, value in found.items() if key not in left_out}
 
     @property
     def four_seeds(self) -> tuple[int, ...]:
-        """Return the seeds of python, numpy, torch and examples; none where lm-eval's own are wanted."""
+        """Return the seeds of python, numpy, torch and examples; an empty result means lm-eval's own."""
         return self.seeds * 4 if len(self.seeds) == 1 else self.seeds
 
 
 def read_config(words: Sequence[str]) -> RunConfig:
     names, more = cli.names_and_words(words)
     if len(names) == 1 and any(word.startswith("tasks=") for word in more):
-        names = ["", *names]  # there is no suite to name
+        names = ["", *names]  # tasks= takes the place of a suite's name
     if len(names) > 2:
         raise ValueError(f"{names[2]!r} is one name too many; write upcycle eval SUITE CHECKPOINT key=value ...")
     if len(names) == 2:
@@ -143,14 +151,14 @@ def read_config(words: Sequence[str]) -> RunConfig:
 
 
 def is_config(name: str) -> bool:
-    """Return whether `name` is a config, which is a YAML file with the key `suite`; else it names a suite."""
+    """Return whether `name` is a config, a YAML file with the key `suite`; otherwise it names a suite."""
     path = next((p for p in (Path(name), EVAL / f"{name}.yaml") if p.is_file()), None)
     if path is None:
         return False
     try:
         found = strict.read_yaml(path)
     except ValueError:
-        return True  # read() says what is wrong with it
+        return True  # read() raises the error
     return isinstance(found, dict) and "suite" in found
 
 
@@ -158,12 +166,13 @@ def is_config(name: str) -> bool:
 
 
 def evaluate(config: RunConfig, command: str = "") -> Evaluation | None:
-    """Ask the model, keep its answers in the output folder, and return them; None in other processes than the first."""
+    """Ask the model, keep its answers in the output folder, and return them; return None except in the first
+    process."""
     started, clock, tracker = datetime.now(UTC), time.monotonic(), EvaluationTracker()
     with processes(config.device, settings=flat(asdict(config) | {"device": ""})), ExitStack() as stack:
         if config.output:
             check_folder(Path(config.output), config.deciding())
-        found = tasks_to_ask(config)  # before the model: what is missing is found in seconds
+        found = tasks_to_ask(config)  # before the model is loaded, so that a missing file shows in seconds
         lm = model_to_ask(config)
         first = not dist.is_initialized() or dist.get_rank() == 0
         name, identity = name_and_identity(lm, config)
@@ -196,7 +205,7 @@ def evaluate(config: RunConfig, command: str = "") -> Evaluation | None:
 
 
 def tasks_to_ask(config: RunConfig) -> tasks.Tasks:
-    # our model takes `generate` itself, whatever a task calls the number
+    # our model reads `generate` itself, whatever name a task has for the number
     limit = {"max_gen_toks": config.generate} if config.generate and config.model != NAME else {}
     return tasks.load(
         config.suite, config.data, config.texts, config.fewshot, names=config.tasks, include_path=config.include_path,
@@ -211,7 +220,9 @@ def model_to_ask(config: RunConfig) -> LM:
         own = {name: getattr(config, name) for name in ("forward_tokens", "expert_backend", "device")}
         return UpcycleLM(config.checkpoint, **shared, **own, max_gen_toks=config.generate, mesh=asdict(config.mesh))
     if dist.is_initialized():
-        raise ValueError(f"model={config.model} is lm-eval's, which divides its work itself; start it without torchrun")
+        raise ValueError(
+            f"model={config.model} is lm-eval's own, which divides its work itself; start it without torchrun"
+        )
     given = {"pretrained": config.checkpoint, **shared, **config.model_args}
     kind = get_model(config.model)
     lm: LM = kind.create_from_arg_obj(given, {"device": config.device or device_instead(kind)})
@@ -219,13 +230,13 @@ def model_to_ask(config: RunConfig) -> LM:
 
 
 def device_instead(kind: type[LM]) -> str | None:
-    """Return the CPU where a model of lm-eval's would itself take CUDA and there is none."""
+    """Return the CPU if lm-eval's model would take CUDA by default and there is none."""
     taken = getattr(signature(kind).parameters.get("device"), "default", None)
     return "cpu" if taken == "cuda" and not torch.cuda.is_available() else None
 
 
 def name_and_identity(lm: LM, config: RunConfig) -> tuple[str, str]:
-    """Return the model's name, and our model's identity ("" of lm-eval's own models)."""
+    """Return the model's name and our model's identity ("" for lm-eval's own models)."""
     if isinstance(lm, UpcycleLM):
         return lm.about.name, lm.about.identity
     name = Path(config.checkpoint).resolve().name if Path(config.checkpoint).exists() else config.checkpoint
@@ -233,7 +244,7 @@ def name_and_identity(lm: LM, config: RunConfig) -> tuple[str, str]:
 
 
 def own_folder(config: RunConfig, name: str, identity: str) -> Path:
-    """Return the folder of an evaluation that names none: another model or other options have another one."""
+    """Return the default folder of an evaluation; another model or other options get another folder."""
     label = Path(config.label).stem if config.suite else config.label[:60]
     mark = sha256(json.dumps([identity, config.deciding()], sort_keys=True).encode()).hexdigest()
     return Path(f"runs/eval/{label}-{name.replace('/', '_')}-{mark[:8]}")
@@ -243,7 +254,7 @@ def own_folder(config: RunConfig, name: str, identity: str) -> Path:
 
 
 def ready(config: EvalConfig, origin: Origin) -> None:
-    """Raise what is wrong with the `eval` keys of a run: its suite, its files, its packages, its tokenizer."""
+    """Raise an error if a run's `eval` keys are wrong: its suite, files, packages or tokenizer."""
     tokenizer_of(config, origin)
     tasks.load(config.suite, config.data, config.texts, config.fewshot)
 
@@ -256,7 +267,7 @@ def tokenizer_of(config: EvalConfig, origin: Origin) -> Any:
 def live(
     config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh, poll: Callable[[], object]
 ) -> Callable[[], Mapping[str, float]]:
-    """Return the function that asks a model in training its run's suite."""
+    """Return the function that asks a model during training the suite of its run."""
     tokenizer = tokenizer_of(config, origin)
     options: dict[str, Any] = {name: getattr(config, name) for name in ("data", "texts", "fewshot", "limit")}
     return partial(evaluate_live, model, tokenizer, config.suite, mesh, poll, **options)
@@ -266,7 +277,7 @@ def evaluate_live(
     model: Decoder, tokenizer: Any, suite: str, mesh: ParallelMesh, poll: Callable[[], object] = bool, *,
     data: str = "", texts: Sequence[str] = (), fewshot: int | None = None, limit: int = 0, forward_tokens: int = 8192,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the suite's numbers of a model in training, sharded as it is; all ranks call it, and all get them."""
+    """Return the suite's numbers for a model in training, in its shards; all ranks call this and get the numbers."""
     found = tasks.load(suite, data, texts, fewshot)
     engine = Engine(model, forward_tokens, ranks_of(mesh), mesh.group("tp"), progress=False, poll=poll)
     answered = ask(DecoderLM(engine, tokenizer), found, 0, limit=limit or None)
@@ -275,17 +286,17 @@ def evaluate_live(
     return {f"eval/{name}/{metric}": value for name, row in scores.items() for metric, value in row.items()}
 
 
-# ---- lm-eval's work
+# ---- lm-eval
 
 
 def ask(
     lm: LM, found: tasks.Tasks, bootstrap: int, keep: Callable[[logged.Samples], None] | None = None, *,
     seeds: Sequence[int] = (), **options: Any,
 ) -> Any:  # fmt: skip
-    """Return lm-eval's results, with its own prompts, metrics and standard errors. Processes divide only the forwards.
+    """Return lm-eval's results, with its prompts, metrics and standard errors; processes divide only the forwards.
 
-    `keep` gets the items of all tasks before a metric is computed of them: what was asked for hours is not lost to a
-    metric that cannot be computed. `options` are those of lm_eval.evaluator.evaluate.
+    `keep` gets the items of all tasks before any metric is computed, so hours of answers are not lost to a metric that
+    fails. `options` go to lm_eval.evaluator.evaluate.
     """
     real = lm_eval.evaluator._process_results
 
@@ -301,49 +312,50 @@ def ask(
         patch.object(lm_eval.evaluator_utils, "stderr_for_metric", error_where_there_is_one),
     ):
         if options.get("apply_chat_template"):
-            lm.chat_template(options["apply_chat_template"])  # chooses it, or says that there is none
+            lm.chat_template(options["apply_chat_template"])  # choose the template, or raise an error if there is none
         return lm_eval.evaluator.evaluate(
             lm=lm, task_dict=found.loaded, bootstrap_iters=bootstrap, log_samples=True, **options
         )
 
 
 def error_where_there_is_one(metric: Any, bootstrap_iters: int) -> Callable[..., Any] | None:
-    """Return lm-eval's function for the standard error of a metric, which says N/A where it has no finite value."""
+    """Return lm-eval's function for a metric's standard error, changed to say N/A if the value is not finite."""
     real = lm_eval.api.metrics.stderr_for_metric(metric, bootstrap_iters)
 
     def error(scores: Any) -> Any:
         try:
             return real(scores)
-        except ArithmeticError:  # draws of perplexities whose squares are beyond all numbers
+        except ArithmeticError:  # draws of perplexities whose squares overflow
             return "N/A"
 
     return real and error
 
 
 def computable(collected: Any) -> None:
-    """Raise a ValueError about the first metric that cannot be computed of its items."""
+    """Raise a ValueError about the first metric that cannot be computed from its items."""
     for name, one in collected.items():
         for (metric, _), scores in one["raw_metrics"].items():
             try:
                 aggregation(one["task"], metric)(scores)
-            except Exception as error:  # of any library that computes a metric
+            except Exception as error:  # whatever the metric's library raises
                 raise ValueError(
-                    f"{name}: {metric} cannot be computed of its {len(scores)} items ({' '.join(str(error).split())}); "
+                    f"{name}: {metric} cannot be computed from its {len(scores)} items "
+                    f"({' '.join(str(error).split())}); "
                     "they are in samples_*.jsonl and the answers are remembered; take the metric out and run again"
                 ) from None
 
 
 def aggregation(task: Any, metric: str) -> Callable[..., Any]:
-    """Return the function that makes the metric of its items' scores; the mean where a task names none."""
+    """Return the function that computes the metric from its items' scores; the mean if a task names none."""
     found: Callable[..., Any] = task.aggregation().get(metric, lm_eval.api.metrics.mean)
     return found
 
 
-# ---- what results say besides lm-eval's numbers
+# ---- our own part of the results
 
 
 def results_of(answered: Any, lm: LM, config: RunConfig) -> dict[str, Any]:
-    """Return lm-eval's results with what its own command writes of the model, the settings and the versions."""
+    """Return lm-eval's results with the model, settings and versions that its own command would add."""
     settings = {
         "model": config.model,
         "model_args": {"pretrained": config.checkpoint, "dtype": config.dtype} | config.model_args,
@@ -366,7 +378,8 @@ def describe(tracker: EvaluationTracker, lm: LM, config: RunConfig) -> None:
 
 
 def functions_of(answered: Any, found: tasks.Tasks) -> dict[str, dict[str, Any]]:
-    """Return the functions of metrics that are no mean by task, and the metrics that weigh a group's tasks alike."""
+    """Return the functions of metrics other than the mean, by task, and the metrics that weigh a group's tasks
+    equally."""
     functions: dict[str, dict[str, str]] = {}
     for name, config in answered["configs"].items():
         values, _ = logged.numbers(answered["results"][name])

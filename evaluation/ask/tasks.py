@@ -1,15 +1,15 @@
-"""Suites as lm-eval's tasks: `load` reads a file of suites/ and gives the tasks it names, with their documents.
+"""Load a suite as lm-eval's tasks: `load` reads a file of suites/ and returns its tasks with their documents.
 
 The keys of a suite:
 
-tasks:    names that lm-eval knows (tasks, groups), or tasks written out, with files beside the suite
-folders:  those of lm-eval's own collection that have these names; without it all, which takes 11 seconds to read
-fewshot:  examples in a prompt, where a task does not fix them
+tasks:    names that lm-eval knows (tasks, groups), or whole tasks, whose files lie next to the suite
+folders:  the folders of lm-eval's collection to read; without this key all are read, which takes 11 seconds
+fewshot:  examples in a prompt, if a task does not fix them
 texts:    true if the suite takes texts=[...] and has a task for each file, instead of `tasks`
-notes:    {task: what a reader must know of it when it is read from files}
+notes:    {task: a note for the reader if its documents come from files}
 
-A suite may be a stranger's: its templates run in a sandbox, and a metric that lm-eval would fetch as code is refused.
-What lm-eval's own tasks bring as Python runs as it is.
+A suite may come from a stranger: its templates run in a sandbox, and a metric that lm-eval would fetch as code is
+refused. The Python code of lm-eval's own tasks runs as it is.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from upcycle.text.tokens import SUFFIXES
 
 SUITES = Path(__file__).parents[1] / "suites"
 LM_EVAL = Path(lm_eval.tasks.__file__).parent
-ANY = ("any",)  # of a setting that changes nothing as long as texts are greedy
-# settings of a generation, and the values with which the text is that of the likeliest tokens; no other is written
+ANY = ("any",)  # marks a setting that does not change greedy texts
+# generation settings, and the values with which a text is greedy; we write greedy texts only
 GREEDY: dict[str, tuple[Any, ...]] = {
     "do_sample": (False,), "temperature": (0,), "num_beams": (1,), "repetition_penalty": (1,),
     "num_return_sequences": (1,), "no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,),
@@ -59,7 +59,7 @@ GREEDY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"), ANY),
     **dict.fromkeys(("top_k", "top_p", "min_p", "typical_p", "length_penalty", "early_stopping", "use_cache"), ANY),
 }  # fmt: skip
-SEED = 1234  # draws the examples of prompts; lm-eval's own value
+SEED = 1234  # seed for the examples of prompts; lm-eval's own value
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Tasks:
 
 
 def read_suite(name: str) -> tuple[Suite, Path]:
-    """Return the suite, and the folder that its files are in."""
+    """Return the suite and the folder of its files."""
     path = next((p for p in (Path(name), SUITES / f"{name}.yaml") if p.is_file()), None)
     if path is None:
         known = sorted(p.stem for p in SUITES.glob("*.yaml"))
@@ -92,9 +92,9 @@ def load(
     include_path: Sequence[str] = (), gen_kwargs: Mapping[str, Any] | None = None, greedy: bool = True,
     seeds: Sequence[int] = (),
 ) -> Tasks:  # fmt: skip
-    """Return the tasks of a suite, or those called `names` in the folders of include_path and lm-eval's own collection.
+    """Return the tasks of a suite, or the tasks `names` from the folders of include_path and lm-eval's collection.
 
-    `gen_kwargs` go over what tasks say of their texts. `greedy`: refuse tasks that ask for other than the likeliest.
+    `gen_kwargs` replace the tasks' own generation settings; `greedy` refuses tasks whose texts are not greedy.
     """
     suite, beside = read_suite(name) if name else (Suite(tuple(names)), Path(next(iter(include_path), ".")))
     name = name or "tasks=" + ",".join(names)
@@ -112,7 +112,7 @@ def load(
             readable = [task for task in asked if has_files(known, task, beside)]
             notes += [f"{task} is left out: it cannot be read from files" for task in asked if task not in readable]
             if asked and not readable:
-                raise ValueError(f"no task of suite {name} can be read from files; leave data away to use the hub")
+                raise ValueError(f"no task of suite {name} can be read from files; leave data out to use the hub")
             asked = readable
         unknown = [task for task in asked if isinstance(task, str) and task not in known.task_index]
         if unknown:
@@ -120,13 +120,15 @@ def load(
             raise ValueError(f"lm-eval has no task {unknown[0]!r} in the folders of suite {name}{near}")
         try:
             loaded = known.load(asked)
-        except ImportError as error:  # a task's own code may need what lm-eval itself does not
+        except ImportError as error:  # a task's own code may need more packages than lm-eval
             raise ValueError(f"suite {name} needs {error.name}, which is not installed: pip install it") from None
     if data:
         notes += [note for task, note in suite.notes.items() if task in loaded["tasks"]]
     for task in loaded["tasks"].values():
         if "/" in task.task_name:
-            raise ValueError(f"the task {task.task_name} has a slash in its name, which a file gets too; rename it")
+            raise ValueError(
+                f"the task {task.task_name} has a slash in its name, and files get that name too; rename it"
+            )
         examples(task, suite.fewshot if fewshot is None else fewshot, seeds[-1] if seeds else SEED)
         if task.OUTPUT_TYPE == "generate_until":
             if gen_kwargs:
@@ -137,14 +139,15 @@ def load(
 
 
 def collection(suite: str, names: Sequence[str], include_path: Sequence[str], asked: Sequence[Any]) -> Any:
-    """Return lm-eval's TaskManager of these folders; of all its own too, if none is named and a task is missing."""
+    """Return lm-eval's TaskManager for these folders; if none is named and a task is missing, for all of its own
+    too."""
     folders, more = [LM_EVAL / folder for folder in names], [Path(folder) for folder in include_path]
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"lm-eval has no folder {folder.name}, which suite {suite} needs; install lm-eval>=0.4.13")
     for folder in more:
         if not folder.is_dir():
-            raise ValueError(f"include_path={folder} is no folder; give one that has YAML files of tasks")
+            raise ValueError(f"include_path={folder} is not a folder; give a folder that has YAML files of tasks")
     known = lm_eval.tasks.TaskManager(include_path=[*folders, *more], include_defaults=False)
     if folders or all(not isinstance(task, str) or is_file(task) or known.match_tasks([task]) for task in asked):
         return known
@@ -156,7 +159,7 @@ def is_file(task: str) -> bool:
 
 
 def expanded(known: Any, asked: Sequence[Any]) -> list[Any]:
-    """Return `asked` with what a file holds for its name, and with all names that a pattern (mmlu_*) stands for."""
+    """Return `asked` with files replaced by their content and patterns (mmlu_*) by the names that match."""
     out: list[Any] = []
     for task in asked:
         if isinstance(task, str) and is_file(task):
@@ -171,7 +174,7 @@ def expanded(known: Any, asked: Sequence[Any]) -> list[Any]:
 
 
 def check_unique(suite: str, names: Sequence[Any]) -> None:
-    """Raise a ValueError if two tasks have one name: one of them would be lost."""
+    """Raise a ValueError if two tasks have the same name, because one would be lost."""
     seen: dict[str, Any] = {}
     for each in names:
         name = each if isinstance(each, str) else str(each.get("task"))
@@ -182,7 +185,7 @@ def check_unique(suite: str, names: Sequence[Any]) -> None:
 
 
 def check_metrics(suite: str, own: Any) -> None:
-    """Raise a ValueError about a metric of a task that lm-eval lacks: it would fetch code of that name and run it."""
+    """Raise a ValueError about a metric that lm-eval lacks, because it would fetch code of that name and run it."""
     if isinstance(own, Mapping) and "metric" in own:
         metric = own["metric"]
         known = isinstance(metric, str) and metric in lm_eval.api.registry.metric_registry
@@ -196,18 +199,18 @@ def check_metrics(suite: str, own: Any) -> None:
 
 
 def check_greedy(settings: Mapping[str, Any], who: str) -> None:
-    """Raise a ValueError about the first setting of a generation that asks for other than the likeliest tokens."""
+    """Raise a ValueError about the first generation setting whose text would not be greedy."""
     for name, value in settings.items():
         neutral = GREEDY.get(name, ())
         if neutral is not ANY and value is not None and value not in neutral:
             raise ValueError(
-                f"{who} asks for texts with {name}={value}, and only greedy ones are written here; "
+                f"{who} asks for texts with {name}={value}, and this command writes greedy texts only; "
                 f"{f'write {name}: {neutral[0]} in' if neutral else f'take {name} out of'} its generation_kwargs"
             )
 
 
 def examples(task: Any, wanted: int | None, seed: int = SEED) -> None:
-    """Set a task's number of examples as lm-eval's own command does: a task that fixes it to 0 keeps 0."""
+    """Set a task's number of examples as lm-eval's own command does; a task that fixes it to 0 keeps 0."""
     fixed = task.get_config("num_fewshot")
     if fixed is None or (wanted is not None and fixed != 0):
         task.set_config(key="num_fewshot", value=wanted or 0)
@@ -215,7 +218,8 @@ def examples(task: Any, wanted: int | None, seed: int = SEED) -> None:
     count, sampler = task.get_config("num_fewshot"), getattr(task, "sampler", None)
     if count and sampler is not None and len(sampler.df) < count:
         raise ValueError(
-            f"{task.task_name} has {len(sampler.df)} documents to take {count} examples from in its files; "
+            f"{task.task_name} has {len(sampler.df)} documents in its files, and fewshot={count} needs at least as "
+            "many; "
             f"write fewshot={len(sampler.df)}"
         )
 
@@ -232,9 +236,10 @@ def has_files(known: Any, task: Any, beside: Path) -> bool:
 
 
 def local_files(files: Any, beside: Path) -> Any:
-    """Return a task's data_files (a name, a list, or either by split) with whole paths, those next to the suite first.
+    """Return a task's data_files (a name, a list, or either by split) with whole paths, looking next to the suite
+    first.
 
-    None if one of them is not on this machine.
+    Return None if one of them is not on this machine.
     """
     if isinstance(files, Mapping):
         found = {split: local_files(inner, beside) for split, inner in files.items()}
@@ -250,7 +255,7 @@ def local_files(files: Any, beside: Path) -> Any:
 
 
 def found_texts(data: str, texts: Sequence[str]) -> list[str]:
-    """Return the texts given, else the validation texts of the data folder (DOMAIN.val.jsonl.zst), if it has any."""
+    """Return the given texts, or else the validation texts of the data folder (DOMAIN.val.jsonl.zst)."""
     if texts or not data:
         return list(texts)
     return sorted(str(path) for path in Path(data).glob("*.val.*") if path.name.endswith(SUFFIXES))
@@ -270,12 +275,12 @@ def text_task(path: str) -> dict[str, Any]:
     }
 
 
-# ---- patches of lm-eval, in place only while it works for us
+# ---- patches of lm-eval, active only while it works for us
 
 
 @contextmanager
 def reading(folder: Path | None, beside: Path) -> Iterator[None]:
-    """Let documents come from files: a suite's own from its folder `beside`, and with `folder` the hub's from there."""
+    """Read a suite's own documents from the folder of the suite, and the hub's from `folder` if it is given."""
     real = datasets.load_dataset
 
     def load_dataset(path: str, name: str | None = None, **options: Any) -> Any:
@@ -290,7 +295,7 @@ def reading(folder: Path | None, beside: Path) -> Iterator[None]:
         except (OSError, ConnectionError) as error:
             first = " ".join(str(error).split())
             raise ValueError(
-                f"{path} cannot be had from the hub ({first}); write data=FOLDER to read files, or for suite "
+                f"{path} could not be fetched from the hub ({first}); write data=FOLDER to read files, or for suite "
                 "perplexity texts=[FILE,...]"
             ) from None
 
@@ -299,7 +304,7 @@ def reading(folder: Path | None, beside: Path) -> Iterator[None]:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """lm-eval's templates without a way to Python: by default they can run any command."""
+    """Run lm-eval's templates without access to Python; by default they can run any command."""
 
     @staticmethod
     def like(real: Environment) -> Sandbox:
@@ -310,16 +315,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def handle_exception(self, source: str | None = None) -> NoReturn:
         error = sys.exc_info()[1]
         if isinstance(error, SecurityError | OverflowError):
-            raise ValueError(f"a template of the suite asks for more than text ({error}); it is not run") from None
+            raise ValueError(
+                f"a template of the suite asks for more than text ({error}), so it does not run; take that part out "
+                "of the template"
+            ) from None
         super().handle_exception(source)
 
 
 @contextmanager
 def alone(python_seed: int = 0, numpy_seed: int = SEED, torch_seed: int | None = None) -> Iterator[None]:
-    """Give lm-eval seeds of its own, and let it print nothing, show no bars and fork no processes.
+    """Give lm-eval its own seeds, and stop it from printing, showing bars and forking processes.
 
-    Compiled templates are kept, so prompts are made 40 times faster: lm-eval compiles one anew for every document and
-    every example.
+    Keep compiled templates, which makes prompts 40 times faster: lm-eval compiles a template for every document and
+    example.
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     logger, bars = logging.getLogger("lm_eval"), datasets.utils.are_progress_bars_disabled()
@@ -338,7 +346,7 @@ def alone(python_seed: int = 0, numpy_seed: int = SEED, torch_seed: int | None =
             patch.dict(os.environ, DISABLE_MULTIPROC="1"),
             redirect_stdout(io.StringIO()),
         ):
-            if torch_seed is not None:  # for models of lm-eval's that draw texts; ours draws nothing
+            if torch_seed is not None:  # for lm-eval's models that draw texts; ours draws none
                 torch.manual_seed(torch_seed)
             yield
     finally:

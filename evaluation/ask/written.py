@@ -1,7 +1,7 @@
-"""What a run leaves behind: lm-eval's files, written by lm-eval's EvaluationTracker; logged.py reads them.
+"""Write a run's files with lm-eval's EvaluationTracker; logged.py reads them.
 
 samples_TASK_TIME.jsonl     before a metric is computed; with documents and prompts only if log_samples=true
-results_TIME.json           last, whole or not at all: a folder that has one is whole
+results_TIME.json           last, whole or not at all: a folder with this file is whole
 """
 
 from __future__ import annotations
@@ -23,44 +23,42 @@ from upcycle.io import strict
 from upcycle.io.disk import make_folder, sha256, write_atomic
 from upcycle.io.publish import LOCK, digest
 
-CACHE = "cache"  # the folder of remembered answers
-BEGUN = (LOCK, CACHE, "samples_*.jsonl", "*.upcycle.tmp")  # what a run that was killed leaves
+CACHE = "cache"  # the folder of saved answers
+BEGUN = (LOCK, CACHE, "samples_*.jsonl", "*.upcycle.tmp")  # files that a killed run leaves
 
 
 def check_folder(folder: Path, asked: Mapping[str, Any], identity: str = "") -> None:
-    """Refuse a folder that holds anything but the evaluation that `asked` describes, finished or begun.
+    """Refuse a folder that holds anything else than the evaluation that `asked` describes, finished or begun.
 
-    `asked` holds the options that decide the answers; `identity` is the model's, once the model is loaded.
+    `asked` holds the options that decide the answers; `identity` is the model's, after it is loaded.
     """
     found = sorted(folder.glob("results_*.json"))
     there = sorted(folder.iterdir()) if folder.is_dir() else []
     stranger = next((path for path in there if not any(path.match(pattern) for pattern in BEGUN)), None)
     if stranger and not found:
-        raise ValueError(f"{folder} holds {stranger.name}, which is no evaluation; write output=FOLDER with a new one")
+        raise ValueError(f"{folder} holds {stranger.name}, which is not part of an evaluation; write output=FOLDER with a new one")
     for path in found:
         before = strict.read_object(path, constants=True)
         if said := difference(before, asked, identity):
-            raise ValueError(
-                f"{folder} holds results of {said}; write output=FOLDER with a new one, or remove {folder}"
-            )
+            raise ValueError(f"{folder} holds results of {said}; write output=FOLDER with a new one, or remove {folder}")
 
 
 def difference(before: Mapping[str, Any], asked: Mapping[str, Any], identity: str) -> str:
-    """Return a clause on how the results `before` differ from the evaluation that is asked for; "" if they agree."""
+    """Return a clause that says how the results `before` differ from this evaluation; "" if they agree."""
     own, settings = before.get("upcycle"), before.get("config")
     if not isinstance(own, dict) or not isinstance(own.get("options"), dict) or not isinstance(settings, dict):
         return "another program's evaluation"
     what, options = f"{own.get('suite')} of {own.get('name')}", own["options"]
     key = next((key for key in asked if key in options and options[key] != asked[key]), "")
     if key:
-        return f"{what} with {key}={strict.short(options[key])}, and this asks with {key}={strict.short(asked[key])}"
+        return f"{what} with {key}={strict.short(options[key])}, and this command has {key}={strict.short(asked[key])}"
     if identity and settings.get("model_identity", identity) != identity:
         return f"{what}, computed with other weights, settings or versions than this model's"
     return ""
 
 
 class Written:
-    """The files of one run in its folder, instead of those of the same run before."""
+    """Write the files of one run into its folder, in place of the same run's earlier files."""
 
     def __init__(self, folder: Path, tracker: EvaluationTracker) -> None:
         self.folder, self.tracker, self.sums = folder, tracker, dict[str, str]()
@@ -70,7 +68,7 @@ class Written:
         )
 
     def save_samples(self, samples: Samples, configs: Mapping[str, Mapping[str, Any]], whole: bool) -> None:
-        """Write every task's samples; `configs` are the tasks' own, and `whole` keeps documents and prompts."""
+        """Write every task's samples; `configs` are the tasks' configs, and `whole` keeps documents and prompts."""
         make_folder(self.folder)
         for pattern in ("results_*.json", "samples_*.jsonl"):
             for old in self.folder.glob(pattern):
@@ -79,14 +77,14 @@ class Written:
             path = self.folder / f"samples_{name}_{self.tracker.date_id}.jsonl"
             path.touch()
             self.tracker.save_results_samples(name, list(lines(name, rows, configs[name], whole)))
-            with path.open("rb") as file:  # the tracker says nothing of a disk that is full
+            with path.open("rb") as file:  # the tracker does not report a full disk
                 if sum(1 for _ in file) != len(rows):
                     raise OSError(f"{path} could not be written whole; is the disk full?")
                 os.fsync(file.fileno())
             self.sums[name] = sha256(path)
 
     def save_results(self, results: Mapping[str, Any], samples: Samples, own: Mapping[str, Any]) -> Path:
-        """Write lm-eval's results with our own under the key `upcycle` (logged.Own), and return the file."""
+        """Write lm-eval's results, with ours under the key `upcycle` (logged.Own), and return the file."""
         with TemporaryDirectory() as scratch:
             self.tracker.output_path, time = str(Path(scratch) / "results.json"), self.tracker.date_id
             self.tracker.save_results_aggregated({**results, "upcycle": dict(own)}, samples)
@@ -102,11 +100,11 @@ class Written:
 def lines(
     task: str, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], whole: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield the samples as lm-eval's tracker takes them: with finite numbers, in types that JSON has."""
+    """Yield the samples for lm-eval's tracker: with finite numbers, in JSON types."""
     for row in rows:
         scores = {metric: measures.plain(row[metric]) for metric in row["metrics"]}
         answers = [answer for asked in row["resps"] for answer in asked]
-        how = "the model gives numbers that cannot be judged; try dtype=float32"
+        how = "the model's answer is not a finite number; try dtype=float32"
         logged.check_finite(task, row["doc_id"], [scores, measures.plain(answers)], how)
         line = {**row, **scores}
         if not whole:

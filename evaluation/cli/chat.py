@@ -1,4 +1,4 @@
-"""Talk to a model: a folder in Hugging Face layout, dense or MoE, made here or not; a hub id; a run that has exported.
+"""Talk to a model: a folder in Hugging Face layout (dense or MoE), a hub id, or a training run with an export.
 
 usage: upcycle chat MODEL [key=value ...]
 
@@ -6,9 +6,9 @@ usage: upcycle chat MODEL [key=value ...]
   upcycle chat ./moe prompt="The capital of France is" temperature=0
   upcycle chat ./llama-chat system="Be short." prompt="What is a mixture of experts?" tokens=100
 
-Without a prompt, a question in a pipe is answered: `upcycle chat ./moe < question.txt`. Answers are streamed, by the
-tokenizer's chat template if it has one; without one the model continues what you write. In a conversation /reset begins
-anew, Ctrl-C ends an answer, and Ctrl-D leaves.
+Without a prompt, chat answers standard input: `upcycle chat ./moe < question.txt`. Answers appear word by word, by the
+tokenizer's chat template; without a template the model continues your text. In a conversation /reset starts over,
+Ctrl-C ends an answer, and Ctrl-D leaves.
 
 keys, with defaults and meaning: docs/config.md
 """

@@ -1,27 +1,27 @@
-"""Is B better than A? Seeds are the unit: several runs of each, paired, at equal tokens and at equal FLOPs.
+"""Is B better than A? Compare several runs of each, paired by seed, at equal tokens and at equal FLOPs.
 
 usage: upcycle compare A1,A2,A3 -- B1,B2,B3 [-- C1,C2,C3 ...] [output=FILE.json] [cluster=KEY]
 
   upcycle compare runs/eval/dense runs/eval/moe output=compared.json    # folders of `upcycle eval`
   upcycle compare runs/dense runs/moe                                   # folders of `upcycle train`
 
-What lm-eval itself wrote (--output_path FOLDER --log_samples), of any model, is taken as a folder of `upcycle eval`.
-The first group is what the others are compared with; without `--` each name is a group of its own. The first of A goes
-with the first of B and so on: trainings of one seed, which read the same samples. A metric has
+A folder that lm-eval wrote (--output_path FOLDER --log_samples) works like a folder of `upcycle eval`. Each group is
+compared with the first one; without `--` each name is a group. The first run of A is paired with the first run of B and
+so on: two trainings of one seed, which read the same samples. A metric has
 
-    difference  B - A, the mean over seeds
-    interval    95 %, over seeds (Student's t), of three runs each or more
-    Holm        p over seeds, corrected for how many comparisons there are; headlines (whole suites and groups) are one
-                family, their parts (subjects, domains) another, losses (means of all sets, at equal tokens and, where
-                that is something else, at equal FLOPs) a third. B is better or worse where it is at most 0.05
-    over items  a diagnostic: the 95 % interval for other items and these very models, over clusters of items that come
-                from one file, passage or document (`cluster` names the key). It says nothing about another training,
-                whose data in another order may change hundreds of answers, so of one run each there is no verdict, but
-                how large the difference is beside the noise between seeds that docs/science.md measured
+    difference  B - A, mean over seeds
+    interval    95 %, over seeds (Student's t), with three runs each or more
+    Holm        p over seeds, corrected for the number of comparisons. Headlines (whole suites and groups) are one
+                family, their parts (subjects, domains) another, and losses (means of all sets, at equal tokens and, if
+                that differs, at equal FLOPs) a third. B is better or worse if this p is at most 0.05
+    over items  a diagnostic: the 95 % interval for other items and these same models, over clusters of items from one
+                file, passage or document (`cluster` names the key). Another training, with its data in another order,
+                may change hundreds of answers, so one run each gets no verdict: the table then says how large the
+                difference is next to the noise between seeds (docs/science.md)
 
-All must have been asked the same items. What flipped is shown of one run each. Loss at equal FLOPs is read off the
-curves; where that is before the end of a schedule, it is called interpolated: a schedule that ends there is lower.
-An arm that has one is made by `upcycle study` (match: flops).
+All runs must have the same items. With one run each, the items that flipped are shown. Loss at equal FLOPs is read from
+the curves. If that point is before the end of a schedule, the loss is called interpolated, because a schedule that ends
+there would be lower; `upcycle study` (match: flops) trains such an arm.
 
 keys, with defaults and meaning: docs/config.md
 """
@@ -39,7 +39,9 @@ from upcycle.cli import frame
 @dataclass(frozen=True)
 class CompareConfig:
     output: str = ""  # a JSON file to write
-    cluster: str = ""  # a key of documents (file, passage, ...) whose items count as one; "": the first that is kept
+    cluster: str = (
+        ""  # a key of documents (file, passage, ...) whose items count as one; "": the first key in the samples
+    )
 
 
 @frame.command()

@@ -8,9 +8,9 @@ usage: upcycle eval SUITE CHECKPOINT [key=value ...] [nproc=N]
   upcycle eval tiny ./moe mesh.ep=8 nproc=8
   upcycle eval ./moe tasks=[mmlu_astronomy,arc_easy] limit=0.1    # any tasks of lm-eval's
 
-Suites are the files of evaluation/suites, or a file of your own; SUITE may also be a ready config (configs/eval).
-Killed and started again, it goes on where it was. `python -m evaluation lm-eval run ...` is lm-eval's own command line,
-with our engine as its model `upcycle`.
+SUITE is a file of evaluation/suites, a file of your own, or a ready config (configs/eval). The same command continues a
+killed evaluation. `python -m evaluation lm-eval run ...` is lm-eval's own command line, with our engine as its model
+`upcycle`.
 
 keys, with defaults and meaning: docs/config.md
 """
@@ -28,6 +28,6 @@ def main(words: Sequence[str]) -> int:
     from evaluation.ask.run import evaluate, read_config, table
 
     done = evaluate(read_config(words), shlex.join(["upcycle", "eval", *words]))
-    if done:  # in the first of several processes
+    if done:  # only in the first process
         print(table(done))
     return 0

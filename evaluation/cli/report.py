@@ -1,4 +1,4 @@
-"""One page that shows what came of it: scores, differences, losses, how experts are used, the plan, where it is from.
+"""Write one page of results: scores, differences, losses, use of experts, the plan, and the origin of each number.
 
 usage: upcycle report PATH ... [-- PATH ...] [key=value ...]
 
@@ -7,14 +7,14 @@ usage: upcycle report PATH ... [-- PATH ...] [key=value ...]
 
   upcycle report runs/dense runs/moe output=loss.png        # losses, learning rate, load: .png, .pdf or .svg
 
-Each path is what it is found to be: a folder of `upcycle eval` (results_*.json), of `upcycle train` (metrics.jsonl), of
-`upcycle convert` (upcycle.json), or a file of `upcycle routing`; a folder may be two of these. The first of a kind is
-what the others are compared with; suites and models may be any number. Groups are as `compare` has them: A1,A2,A3 or
-what lies between two `--` are seeds of one model, in the order of the other groups' seeds, and the page shows their
-mean and the interval over them. Of one run each it calls nothing better. report.md and report.json have the same
-numbers. A picture reads metrics.jsonl and nothing else, so it can be drawn while a run goes on.
+A path is a folder of `upcycle eval` (results_*.json), of `upcycle train` (metrics.jsonl), of `upcycle convert`
+(upcycle.json), or a file of `upcycle routing`; a folder may be two of these. The others are compared with the first of
+each kind; there may be any number of suites and models. Groups work as in `compare`: A1,A2,A3, or the names between two
+`--`, are seeds of one model, in the order of the other groups' seeds, and the page shows their mean and interval. With
+one run each it gives no verdict. report.md and report.json have the same numbers. A picture needs only metrics.jsonl,
+so you can draw it during a run.
 
-The page stands alone: no script, no font, no picture is fetched, and a policy in its head forbids it.
+The page fetches no script, no font and no picture, and a policy in its head forbids it.
 
 keys, with defaults and meaning: docs/config.md
 """
@@ -29,7 +29,7 @@ from upcycle.cli import frame
 
 @dataclass(frozen=True)
 class ReportConfig:
-    # the page to write, .html; .md and .json come with it. Or a picture of trainings: .png, .pdf or .svg
+    # the page to write, .html, with .md and .json next to it; or a picture of trainings: .png, .pdf or .svg
     output: str = "report.html"
     title: str = "Upcycling report"  # title of the page
 

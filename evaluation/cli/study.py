@@ -1,15 +1,15 @@
-"""Does it pay? Arms x seeds, trained on one device or several, and judged over seeds, on one page.
+"""Does it pay? Train every arm with every seed, on one device or several, and judge them over seeds on one page.
 
 usage: upcycle study STUDY [key=value ...]
 
   upcycle study tiny                                     # from nothing, about a minute on a laptop
   upcycle study smollm2 source=./llama data=./tokens workers=2 devices=[0,1]    # a real checkpoint
-  upcycle study tiny judge=true                          # the page of what is there so far
+  upcycle study tiny judge=true                          # the page of the runs so far
 
-STUDY is a file or a ready one (configs/study). Each arm is a training config: `base` has what all share, `arms` what
-each has of its own. Arms of a seed read the same samples in the same order, seeds differ in it. Each run is `upcycle
-train` on a config that lies beside its folder. Started again, the same command goes on where it was stopped:
-finished runs are skipped, begun ones resume. Writes study.html, study.json and runs/ARM/seed-N into its folder.
+STUDY is a file or the name of a ready one (configs/study). Each arm is a training config: `base` has the keys of all
+arms, `arms` each arm's own. Arms of one seed read the same samples in the same order; another seed has another order.
+Each run is `upcycle train` on a config next to its folder. The same command continues a study that was stopped: it
+skips finished runs and resumes begun ones. It writes study.html, study.json and runs/ARM/seed-N into its folder.
 
 keys, with defaults and meaning: docs/config.md
 """

@@ -1,8 +1,8 @@
-"""Is B better than A? Compare groups of runs, a run a seed: answers to a suite, validation losses of trainings.
+"""Compare groups of runs, one run for each seed: answers to a suite, or validation losses of trainings.
 
-A metric has a difference, B - A, the mean over seeds; a 95 % interval over seeds, of three runs each or more; and a
-verdict by p over seeds, corrected by Holm for how much is compared: whole suites and groups are one family, their parts
-another, losses (means of all sets) a third. The interval over items is a diagnostic about these very models.
+A metric has a difference, B - A, which is the mean over seeds; a 95 % interval over seeds, with three runs each or
+more; and a verdict by p over seeds. Holm's correction counts whole suites and groups as one family, their parts as
+another, and losses (means of all sets) as a third. The interval over items is a diagnostic about these same models.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from upcycle.converting.card import inert
 
 @dataclass(frozen=True)
 class Report:
-    """What was compared; str() of it is the text for a terminal."""
+    """Hold a comparison; str() returns its text for a terminal."""
 
-    comparisons: tuple[Comparison, ...] = ()  # of suites, of every other group with the first
+    comparisons: tuple[Comparison, ...] = ()  # comparisons of suites, each of another group with the first
     losses: Losses | None = None  # of trainings
 
     def __str__(self) -> str:
@@ -36,21 +36,21 @@ class Report:
         return "\n".join(texts + ([loss_table(self.losses)] if self.losses else []))
 
     def json(self) -> dict[str, Any]:
-        """Return the figures as strict JSON has them: nan and infinity are null."""
+        """Return the figures as strict JSON, with null for nan and infinity."""
         figures = {"comparisons": [*map(asdict, self.comparisons)]} if self.comparisons else {}
         found: dict[str, Any] = plain(figures | ({"losses": asdict(self.losses)} if self.losses else {}))
         return found
 
 
 def trained_run(folder: Name) -> bool:
-    """Return whether a folder is a training run's."""
+    """Return whether a folder belongs to a training run."""
     return (Path(folder) / METRICS).is_file()
 
 
 def compare(groups: Sequence[Name | Sequence[Name]], cluster: str = "") -> Report:
-    """Compare every other group of runs with the first, the first run of one with the first of the other and so on.
+    """Compare every other group of runs with the first; pair their runs in order.
 
-    A folder is a group of one. `cluster`: a key of documents whose items count as one.
+    A folder is a group with one run. `cluster` names a key of documents whose items count as one.
     """
     named = as_groups(groups)
     folders = [folder for group in named for folder in group]
@@ -79,7 +79,7 @@ def as_groups(groups: Sequence[Name | Sequence[Name]]) -> list[list[Name]]:
     found = [[group] if isinstance(group, Path | str) else list(group) for group in groups]
     if len(found) < 2:
         raise ValueError(
-            "compare needs two runs or more, the first is what the others are compared with: compare A B, or "
+            "compare needs two runs or more, and compares the others with the first: compare A B, or "
             "compare A1,A2,A3 -- B1,B2,B3"
         )
     check_groups(found)
@@ -87,7 +87,7 @@ def as_groups(groups: Sequence[Name | Sequence[Name]]) -> list[list[Name]]:
 
 
 def group_words(names: Sequence[str]) -> list[list[str]]:
-    """Part the names that were typed into groups: at each `--`, else a name each; commas part the folders of a name."""
+    """Divide typed names into groups at each `--`, or one group for each name; commas divide the folders of a name."""
     parts: list[list[str]] = [[]]
     for name in names:
         if name == "--" or "--" not in names:
@@ -102,7 +102,7 @@ def group_words(names: Sequence[str]) -> list[list[str]]:
 
 
 def plain(value: Any) -> Any:
-    """Return the value as strict JSON has it: nan and infinity are null."""
+    """Return the value as strict JSON, with null for nan and infinity."""
     if isinstance(value, dict):
         return {str(name): plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -110,7 +110,7 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# ---- as Markdown
+# ---- Markdown
 
 
 def table(found: Comparison) -> str:
@@ -147,13 +147,13 @@ def table(found: Comparison) -> str:
 
 
 def beside_noise(found: Comparison) -> Iterator[str]:
-    """Write how large each headline is beside the noise that was measured of its metric."""
+    """Say how large each headline difference is next to the measured noise of its metric."""
     headlines = [d for d in found.differences if d.headline]
     measured = [d for d in headlines if d.metric in noise.ACCURACIES]
     for d in measured:
         beside = noise.beside(d.difference, noise.of_items(d.items), d.metric)
         yield f"{inert(d.title)}: {signed(d.difference, d.metric)} is {beside}"
-    yield noise.ABOUT_ACCURACY if measured else "Noise between runs was measured of accuracies and losses alone."
+    yield noise.ABOUT_ACCURACY if measured else "Noise between runs was measured only for accuracies and losses."
 
 
 def loss_table(found: Losses) -> str:

@@ -1,10 +1,10 @@
-"""Say how far a figure of a test may lie from the truth because its items are a sample: 95 % intervals over clusters.
+"""Compute 95 % intervals over clusters of items: how far a test's figure may be from the truth.
 
-They are of these very models and other items, and say nothing about another training (seeds.py). Items that come from
-one file, passage or document go right or wrong together, so a cluster of them counts once, and with fewer than LEAST
-clusters there is no interval. Shares of right answers have score intervals, which hold where hardly an item differs;
-else the jackknife leaves out a cluster at a time. scipy has no score interval of paired shares, and its bootstrap knows
-no multinomial draws, which make a figure of right and wrong answers a hundred times quicker.
+The intervals are about the same models and other items, not about another training (seeds.py). Items from one file,
+passage or document are often right or wrong together, so a cluster of them counts once; fewer than LEAST clusters give
+no interval. Shares of right answers have score intervals, which hold even if few items differ; other metrics use the
+jackknife over clusters. We do not use scipy: it has no score interval for paired shares, and its bootstrap lacks
+multinomial draws, which are a hundred times faster for right and wrong answers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from evaluation.judge.seeds import student
 
-LEAST = 10  # clusters: the spread of fewer is hardly known, and an interval of it would hold too seldom
-MANY = 200  # degrees of freedom at which Student's t is taken for the normal's: it is wider by 0.6 %
+LEAST = 10  # clusters: the spread of fewer is not known well, and such an interval would be wrong too often
+MANY = 200  # degrees of freedom from which the normal replaces Student's t, which is 0.6 % wider there
 NORMAL = 1.959963984540054
 DRAWS = 10_000
 CHUNK = 1 << 22  # numbers drawn at a time
@@ -29,7 +29,8 @@ Array = NDArray[np.float64]
 def difference(
     a_N: Array, b_N: Array, unit_N: Array, cluster_N: Sequence[str], value: Callable[[Array], Array]
 ) -> tuple[float, float] | None:
-    """Return the interval of value(sum b / sum units) - value(sum a / sum units); None of fewer than LEAST clusters."""
+    """Return the interval of value(sum b / sum units) - value(sum a / sum units); None if clusters are fewer than
+    LEAST."""
     sums_C4 = sums(np.stack([a_N, b_N, unit_N, np.ones(len(a_N))], 1), cluster_N)
     if len(sums_C4) < LEAST:
         return None
@@ -50,7 +51,7 @@ def difference(
 
 
 def is_right(score_N: Array) -> bool:
-    """Say whether every item is right or wrong."""
+    """Return whether every item is either right or wrong."""
     return bool(((score_N == 0) | (score_N == 1)).all())
 
 
@@ -63,8 +64,8 @@ def sums(table_NK: Array, cluster_N: Sequence[str]) -> Array:
 
 
 def weighed(sum_C: Array, size_C: Array, squares: float) -> tuple[float, float]:
-    """Return (how many items alone would tell as much as these clusters do, the quantile to take). Where no item
-    differs, nobody sees how alike those of a cluster are, and a cluster counts as one item."""
+    """Return (the number of independent items that tell as much as these clusters, the quantile). If no item differs, a
+    cluster counts as one item, because the correlation inside it cannot be seen."""
     items, count = float(size_C.sum()), len(sum_C)
     if count == items:
         return items, NORMAL
@@ -76,11 +77,11 @@ def weighed(sum_C: Array, size_C: Array, squares: float) -> tuple[float, float]:
 
 
 def shares(only_b: float, only_a: float, items: float, z: float = NORMAL) -> tuple[float, float]:
-    """Return the score interval of the difference of two shares of the same items (Tango 1998): what a test of each
-    difference does not reject. With no item that differs it is 0 +- z² / (items + z²)."""
+    """Return the score interval for the difference of two shares of the same items (Tango 1998): all differences that a
+    test does not reject. If no item differs, it is 0 +- z² / (items + z²)."""
 
     def distance(delta: float) -> float:
-        """Count the standard errors from a true difference `delta`, of the likeliest such truth, to the seen one."""
+        """Return the standard errors between a true difference `delta`, at its likeliest, and the seen difference."""
         linear = -only_b - only_a + (2 * items - only_b + only_a) * delta
         square = max(linear**2 + 8 * items * only_a * delta * (1 - delta), 0.0)
         likeliest = (math.sqrt(square) - linear) / (4 * items)
@@ -99,17 +100,17 @@ def shares(only_b: float, only_a: float, items: float, z: float = NORMAL) -> tup
 
 
 def wilson(right: float, items: float, z: float = NORMAL) -> tuple[float, float]:
-    """Return Wilson's interval of a share of right answers, which has a width even where all are right."""
+    """Return Wilson's interval for a share of right answers, which has a width even if all are right."""
     middle = (right + z * z / 2) / (items + z * z)
     reach = z / (items + z * z) * math.sqrt(right * (items - right) / items + z * z / 4)
     return 0.0 if right == 0 else middle - reach, 1.0 if right == items else middle + reach
 
 
-# ---- one figure, by draws of its items
+# ---- bootstrap of one figure
 
 
 def bootstrap(sum_N: Array, unit_N: Array, value: Callable[[Array], Array], key: str) -> tuple[float, float]:
-    """Return the 95 % interval of value(sum / sum of units), of items drawn anew with replacement."""
+    """Return the 95 % bootstrap interval of value(sum / sum of units)."""
     none = float(value(np.zeros(1))[0])
     drawn = [value(draws[:, 0] / draws[:, 1]) - none for draws in resampled(np.stack([sum_N, unit_N], 1), key)]
     low, high = np.percentile(np.concatenate(drawn), (2.5, 97.5))
@@ -117,11 +118,13 @@ def bootstrap(sum_N: Array, unit_N: Array, value: Callable[[Array], Array], key:
 
 
 def resampled(table_NC: Array, key: str) -> Iterator[Array]:
-    """Yield sums over as many items as there are, drawn with replacement: [draws, C], some draws at a time."""
+    """Yield sums over resampled items: [draws, C], a batch of draws at a time."""
     rng = generator("bootstrap", key)
     rows, count = np.unique(table_NC, axis=0, return_counts=True)
     items = len(table_NC)
-    if len(rows) < items / 8:  # few kinds, as right and wrong: their counts are multinomial, much quicker to draw
+    if (
+        len(rows) < items / 8
+    ):  # few kinds, such as right and wrong: their counts are multinomial, which is much faster to draw
         yield rng.multinomial(items, count / items, DRAWS) @ rows
         return
     size = max(1, CHUNK // max(items, 1))
@@ -130,5 +133,5 @@ def resampled(table_NC: Array, key: str) -> Iterator[Array]:
 
 
 def generator(*key: str) -> np.random.Generator:
-    """Return a generator that is a function of the key alone."""
+    """Return a generator that depends only on the key."""
     return np.random.default_rng(int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big"))

@@ -1,14 +1,14 @@
-"""Runs of suites in lm-eval's files (--output_path and --log_samples): `load` reads ours and those of any lm-eval.
+"""Read runs of suites from lm-eval's files (--output_path and --log_samples): `load` reads ours and any lm-eval's.
 
     results_TIME.json           one object: scores, groups, and each task's config
     samples_TASK_TIME.jsonl     a line for each item and filter: its document, prompt, answers and scores
 
-A run of ours has more in its results under the key `upcycle` (class Own): the command, notes for the reader, and sums
-of all that was written, because a digit that changes on a disk would move a score without a word. Its samples hold no
-documents and no prompts unless log_samples=true.
+Our runs add the key `upcycle` (class Own) to the results: the command, notes for the reader, and checksums of all that
+was written, because a digit that changes on a disk would change a score silently. Their samples hold documents and
+prompts only if log_samples=true.
 
-lm-eval keeps at most the name of a metric's function. A name is taken where it gives the number that lm-eval wrote of
-the items; a metric for which none does is shown, with a note, and not compared.
+lm-eval keeps at most the name of a metric's function. We use a name if it gives the number that lm-eval wrote. A metric
+without such a name is shown with a note and not compared.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from upcycle.io.publish import digest
 
 OPTIONS = ("model", "model_args", "limit", "gen_kwargs", "batch_size")
 AGAIN = "run the evaluation again"
-# keys of documents that say what several share, the widest first: items of one are no independent evidence (compare)
+# keys of documents that group items, the widest group first: items of one group are not independent (compare)
 FROM = ("file", "path", "url", "document", "article", "story", "passage", "context")
 
 
 class Own(TypedDict):
-    """What a run of ours writes into lm-eval's results besides."""
+    """Hold the part that our runs add to lm-eval's results."""
 
     suite: str
-    name: str  # of the model in tables
+    name: str  # the model's name in tables
     command: str
     options: dict[str, Any]
     started: str
     work: dict[str, float]
     notes: list[str]
-    aggregation: dict[str, dict[str, str]]  # by task and metric, of those that are not the mean
-    alike: dict[str, list[str]]  # by group: metrics in which all tasks weigh the same
-    samples: dict[str, str]  # sha256 of each task's samples
-    sum: str  # of the whole file without this key
+    aggregation: dict[str, dict[str, str]]  # by task and metric, for functions other than the mean
+    alike: dict[str, list[str]]  # by group: the metrics that weigh all tasks equally
+    samples: dict[str, str]  # the sha256 of each task's samples
+    sum: str  # the sum of the whole file without this key
 
 
 class Settings(TypedDict):
-    """What is read of the `config` of results."""
+    """Hold the keys that we read from the `config` of results."""
 
     limit: NotRequired[float | None]
     model_num_parameters: NotRequired[int | None]
@@ -74,7 +74,7 @@ Whole = TypedDict(
 
 
 class Sample(TypedDict):
-    """What is read of a line of samples."""
+    """Hold the keys that we read from a line of samples."""
 
     doc_id: strict.Count
     doc: Any
@@ -85,7 +85,7 @@ class Sample(TypedDict):
     prompt_hash: str
     filter: NotRequired[str]
     metrics: NotRequired[list[str]]
-    choices: NotRequired[list[str]]  # of a run of ours without log_samples, as are clusters
+    choices: NotRequired[list[str]]  # set in our runs without log_samples, as are clusters
     clusters: NotRequired[dict[str, str]]
 
 
@@ -93,12 +93,12 @@ Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # of each task
 
 
 def is_run(place: str | Path) -> bool:
-    """Return whether the path is a results file, or a folder that has one."""
+    """Return whether the path is a results file or a folder with one."""
     return newest(Path(place)) is not None
 
 
 def load(place: str | Path) -> Evaluation:
-    """Return the scores and the items of a run: a results file, its folder, or the folder around that."""
+    """Return the scores and items of a run, given its results file, its folder, or the parent folder."""
     path = newest(Path(place))
     if path is None:
         raise ValueError(
@@ -109,7 +109,8 @@ def load(place: str | Path) -> Evaluation:
 
 
 def newest(place: Path) -> Path | None:
-    """Return lm-eval's results file: the path itself, or the last in the folder, or in its only folder that has any."""
+    """Return lm-eval's results file: the path itself, the last one in the folder, or in its only folder with
+    results."""
     if place.is_file():
         return place if place.name.endswith(".json") and time_of(place) else None
     folders = [place, *(sorted(inner for inner in place.iterdir() if inner.is_dir()) if place.is_dir() else ())]
@@ -122,7 +123,7 @@ def newest(place: Path) -> Path | None:
 
 
 def time_of(path: Path) -> str:
-    """Return the time in the name of a results file; "" if lm-eval would not write such a name."""
+    """Return the time in the name of a results file; "" if lm-eval does not write such a name."""
     stem, _, time = path.stem.rpartition("_")
     return time if stem and time[:2].isdigit() else ""
 
@@ -132,7 +133,7 @@ def time_of(path: Path) -> str:
 
 @lru_cache(16)
 def read(path: Path, changed: float) -> Evaluation:
-    """Return the run of a results file. `changed` is the file's time: a file that was written again is read again."""
+    """Return the run of a results file; `changed` is the file's time, so that a new version is read again."""
     whole = opened(path)
     names = dict.fromkeys([*(name for name in whole["results"] if name in whole["configs"]), *whole["configs"]])
     rows = {name: samples(path, name, whole) for name in names}
@@ -142,7 +143,7 @@ def read(path: Path, changed: float) -> Evaluation:
         seconds = float(whole.get("total_evaluation_time_seconds") or 0)
         items = tuple(item for name in rows for item in items_of(name, whole["configs"][name], rows[name]))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} and its samples are not what lm-eval writes ({error!s:.300}); {AGAIN}") from None
+        raise ValueError(f"{path} and its samples do not have lm-eval's format ({error!s:.300}); {AGAIN}") from None
     inside = {name: sorted((len(g.tasks), g.name) for g in groups.values() if name in g.tasks) for name in rows}
     tasks = {name: replace(each, groups=tuple(group for _, group in inside[name])) for name, each in tasks.items()}
     config: Mapping[str, Any] = whole["config"]
@@ -169,7 +170,7 @@ def read(path: Path, changed: float) -> Evaluation:
 
 
 def opened(path: Path) -> Whole:
-    """Return what a results file holds; of ours, if it is as it was written."""
+    """Return the content of a results file, after checking the sum if it is ours."""
     value = strict.read_object(path, constants=True)
     try:
         whole: Whole = strict.held(value, Whole, str(path))
@@ -178,27 +179,29 @@ def opened(path: Path) -> Whole:
     if own := value.get("upcycle"):
         unsigned = {key: each for key, each in own.items() if key != "sum"}
         if own["sum"] != digest(value | {"upcycle": unsigned}):
-            raise ValueError(f"{path} is not what was written: its sum differs; {AGAIN}")
+            raise ValueError(f"{path} was changed after it was written: its sum differs; {AGAIN}")
     return whole
 
 
 def samples(results_file: Path, name: str, whole: Whole) -> list[dict[str, Any]]:
     path, own = results_file.with_name(f"samples_{name}_{time_of(results_file)}.jsonl"), whole.get("upcycle")
     if not path.is_file():
-        raise ValueError(f"{path} is missing, and runs are compared item by item; run lm-eval with --log_samples")
+        raise ValueError(f"{path} is missing, and a comparison needs every item; run lm-eval with --log_samples")
     if own and sha256(path) != own["samples"].get(name):
-        raise ValueError(f"{path} is not what was written: its sha256 is not that in {results_file.name}; {AGAIN}")
+        raise ValueError(
+            f"{path} was changed after it was written: its sha256 is not the one in {results_file.name}; {AGAIN}"
+        )
     try:
         return [
             strict.held(strict.parse(line, where, constants=True), Sample, where)
             for where, line in strict.read_lines(path)
         ]
     except ValueError as error:
-        raise ValueError(f"{path} is not what lm-eval writes ({error!s:.300}); {AGAIN}") from None
+        raise ValueError(f"{path} does not have lm-eval's format ({error!s:.300}); {AGAIN}") from None
 
 
 def check_items(path: Path, items: Sequence[Item], tasks: Mapping[str, Task], whole: Whole) -> None:
-    """Raise a ValueError unless the items of a run of ours are all there and their numbers finite."""
+    """Raise a ValueError unless our run has all its items and their numbers are finite."""
     for item in items:
         check_finite(item.task, item.doc, [item.logprobs, item.scores], f"{path} is damaged; {AGAIN}")
         if len(item.logprobs) < len(item.choices):
@@ -210,7 +213,7 @@ def check_items(path: Path, items: Sequence[Item], tasks: Mapping[str, Task], wh
 
 
 def check_finite(task: str, doc: int, value: Any, how: str) -> None:
-    """Raise a ValueError if a number in the value is nan or infinite, at any depth."""
+    """Raise a ValueError if the value has a nan or infinite number at any depth."""
     if isinstance(value, Mapping | list | tuple):
         for inner in value.values() if isinstance(value, Mapping) else value:
             check_finite(task, doc, inner, how)
@@ -224,17 +227,18 @@ def limited(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def own_functions(tasks: Mapping[str, Task]) -> Iterator[str]:
-    """Yield a sentence about each task with metrics that nobody but the task can compute again."""
+    """Yield a sentence about each task whose metrics only its own code can compute."""
     for each in tasks.values():
         if own := [metric for metric, function in each.aggregation.items() if function == measures.OWN]:
-            yield f"{each.name}: {', '.join(own)} is made by a function of the task's own: no interval, not compared"
+            yield f"{each.name}: {', '.join(own)} comes from the task's own function: it has no interval and is not "
+            "compared"
 
 
 # ---- the model
 
 
 def model(config: Mapping[str, Any], whole: Whole, rows: Samples) -> Model:
-    """Return the model; a digest of all answers stands for the fingerprint, which lm-eval keeps of our model alone."""
+    """Return the model; if lm-eval kept no fingerprint, a digest of all answers takes its place."""
     given, own = config.get("model_args"), whole.get("upcycle")
     named = (
         given if isinstance(given, dict) else dict(part.split("=", 1) for part in str(given).split(",") if "=" in part)
@@ -256,7 +260,7 @@ def model(config: Mapping[str, Any], whole: Whole, rows: Samples) -> Model:
 
 
 def answers_digest(rows: Samples) -> str:
-    """Return a digest that stands for the weights of a model that is not ours: another one answers otherwise."""
+    """Return a digest of all answers, which stands for the weights of a model that is not ours."""
     sums = sha()
     for name, lines in sorted(rows.items()):
         sums.update(repr((name, [(line["doc_id"], line["resps"]) for line in lines])).encode())
@@ -267,17 +271,17 @@ def answers_digest(rows: Samples) -> str:
 
 
 def metric_name(metric: str, chosen: str) -> str:
-    """Return lm-eval's `acc,none` as acc; exact_match,strict-match keeps the filter that found the answer."""
+    """Return lm-eval's `acc,none` as acc; exact_match,strict-match keeps its filter."""
     return metric if chosen == "none" else f"{metric},{chosen}"
 
 
 def numbers(row: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the (metrics, standard errors) of a row of lm-eval's results."""
+    """Return (metrics, standard errors) of a row of lm-eval's results."""
     values: dict[str, float] = {}
     errors: dict[str, float] = {}
     for name, value in row.items():
         metric, comma, chosen = name.partition(",")
-        if not comma or not isinstance(value, float | int | np.number):  # "N/A"; lists and tables of a task's own
+        if not comma or not isinstance(value, float | int | np.number):  # "N/A", or a task's own lists and tables
             continue
         kept, base = (errors, metric.removesuffix("_stderr")) if metric.endswith("_stderr") else (values, metric)
         kept[metric_name(base, chosen)] = float(value)
@@ -308,7 +312,7 @@ def task(name: str, whole: Whole, rows: Sequence[Mapping[str, Any]]) -> Task:
 
 
 def function_of(metric: str, value: float, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name of lm-eval's function that makes `value` of the items' scores; OWN if none does."""
+    """Return the name of lm-eval's function that computes `value` from the items' scores; OWN if there is none."""
     from lm_eval.api import metrics as _  # noqa: F401 - fills the registries
     from lm_eval.api.registry import AGGREGATION_REGISTRY, METRIC_AGGREGATION_REGISTRY
 
@@ -316,14 +320,14 @@ def function_of(metric: str, value: float, config: Mapping[str, Any], rows: Sequ
     scores = [score(row[base]) for row in rows if base in row and row.get("filter", "none") == (chosen or "none")]
     entries = [each for each in config.get("metric_list") or () if each.get("metric") == base]
     named = [str(each["aggregation"]) for each in entries if each.get("aggregation")]
-    if not named:  # the metric's usual one, or that of a task that is a class
+    if not named:  # the metric's usual function, or the function of a task that is a class
         usual = METRIC_AGGREGATION_REGISTRY.get(base)
         named = [name for name, function in AGGREGATION_REGISTRY.items() if function is usual] + [
             "mean",
             measures.OF_ALL,
         ]
     elif not AGGREGATION_REGISTRY.keys() & named:
-        named = [measures.OF_ALL]  # what a task's own function makes of right and wrong parts
+        named = [measures.OF_ALL]  # a task's own function of right and wrong parts
     for name in named:
         try:
             again = measures.aggregate(name, scores)
@@ -335,13 +339,13 @@ def function_of(metric: str, value: float, config: Mapping[str, Any], rows: Sequ
 
 
 def groups_of(whole: Whole, known: Mapping[str, Task]) -> tuple[dict[str, Group], list[str]]:
-    """Return (groups, notes). lm-eval does not write how a group weighs its tasks: its number shows that."""
+    """Return (groups, notes); the group's number shows how it weighs its tasks, which lm-eval does not write."""
     children, own = whole.get("group_subtasks", {}), whole.get("upcycle")
     out, notes = dict[str, Group](), list[str]()
 
     def leaves(name: str, around: tuple[str, ...] = ()) -> list[str]:
         if name in around:
-            raise ValueError(f"the group {name:.60} holds itself; {AGAIN}")
+            raise ValueError(f"the group {name:.60} contains itself; {AGAIN}")
         inner = [leaf for child in children.get(name, ()) for leaf in leaves(child, (*around, name))]
         return list(dict.fromkeys(inner)) or ([name] if name in known else [])
 
@@ -357,7 +361,7 @@ def groups_of(whole: Whole, known: Mapping[str, Task]) -> tuple[dict[str, Group]
             alike = [metric for metric, by_size in weights.items() if by_size is False]
             values = {metric: value for metric, value in values.items() if weights[metric] is not None}
             lost = [metric for metric, by_size in weights.items() if by_size is None]
-            notes += [f"{name}: {metric} is no mean of its tasks' numbers: not compared" for metric in lost]
+            notes += [f"{name}: {metric} is not a mean of its tasks' numbers, so it is not compared" for metric in lost]
         title = str(row.get("alias") or name).strip(" -")
         errors = {metric: error for metric, error in errors.items() if metric in values}
         count = sum(known[each].items for each in inside)
@@ -366,7 +370,7 @@ def groups_of(whole: Whole, known: Mapping[str, Task]) -> tuple[dict[str, Group]
 
 
 def weights_of(metric: str, value: float, inside: Sequence[str], known: Mapping[str, Task]) -> bool | None:
-    """Return whether the group's number weighs its tasks by their items; None if it is no mean of their numbers."""
+    """Return whether the group's number weighs its tasks by their items; None if it is not a mean of their numbers."""
     mine = [known[each] for each in inside if metric in known[each].metrics and known[each].items]
     numbers_of = [each.metrics[metric] for each in mine]
     if mine and math.isclose(value, np.average(numbers_of, weights=[each.items for each in mine]), rel_tol=1e-9):
@@ -378,12 +382,12 @@ def weights_of(metric: str, value: float, inside: Sequence[str], known: Mapping[
 
 
 def items_of(name: str, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[Item]:
-    """Yield a task's items in order of their documents, each with the scores of all filters."""
+    """Yield a task's items in the order of their documents, each with the scores of all filters."""
     merged, seen = dict[int, Item](), set[tuple[int, str]]()
     for row in rows:
         doc, chosen = row["doc_id"], row.get("filter", "none")
         if (doc, chosen) in seen:
-            raise ValueError(f"the item {name} {doc} is there once more")
+            raise ValueError(f"the item {name} {doc} is there twice")
         seen.add((doc, chosen))
         bases = row.get("metrics") or [each.get("metric") for each in config.get("metric_list") or ()]
         scores = {metric_name(base, chosen): score(row[base]) for base in bases if base in row}
@@ -414,22 +418,22 @@ def item(name: str, config: Mapping[str, Any], row: Mapping[str, Any], scores: M
 
 
 def score(value: Any) -> Raw:
-    """Return a score as metrics take it: a number is a float, a list a tuple at every depth."""
+    """Return a score in the form that metrics take: numbers as floats, lists as tuples at every depth."""
     found = measures.plain(value)
     return float(found) if isinstance(found, bool | int) else found
 
 
 def reply(value: Any, output: str) -> Any:
-    """Return an answer from the texts that lm-eval writes: (log-probability, greedy), a log-probability, or a text."""
+    """Return an answer from lm-eval's texts: (log-probability, greedy), a log-probability, or a text."""
     if isinstance(value, list) and len(value) == 2:
         return float(value[0]), value[1] in (True, "True")
     return float(value) if output == "loglikelihood_rolling" else value
 
 
 def answers_of(answers: Sequence[Any], choices: int = 0) -> tuple[str, tuple[float, ...], tuple[bool, ...]]:
-    """Return (text, log-probabilities, whether greedy) of the answers to an item's requests, of whatever kinds.
+    """Return (text, log-probabilities, whether greedy) of the answers to an item's requests.
 
-    Of a choice's answers those that its metrics compare: acc_mutual_info asks for each once more, alone.
+    Leave out the answers of acc_mutual_info, which asks for each choice again without its context.
     """
     text = next((answer for answer in answers if isinstance(answer, str)), "")
     likely = [answer for answer in answers if not isinstance(answer, str)]
@@ -438,18 +442,19 @@ def answers_of(answers: Sequence[Any], choices: int = 0) -> tuple[str, tuple[flo
 
 
 def clusters(doc: Any) -> dict[str, str]:
-    """Return digests of what the document shares with others, by the name of its key."""
+    """Return digests of the document's values that group items, by key."""
     found = {name: doc[name] for name in FROM if isinstance(doc, Mapping) and isinstance(doc.get(name), str)}
     return {name: blake2b(value.encode(), digest_size=8).hexdigest() for name, value in found.items() if value}
 
 
 def choices_of(config: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what the log-probabilities are of: the endings, or where these are the same the beginnings."""
+    """Return the texts that the log-probabilities belong to: the endings, or the beginnings if the endings are
+    equal."""
     if "choices" in row or config.get("output_type") != "multiple_choice":
         return tuple(row.get("choices", ()))
     asked = [(each["arg_0"], each["arg_1"]) for each in row["arguments"].values()]
     half = len(asked) // 2
     if half and all(context == "" for context, _ in asked[half:]) and asked[0][0]:
-        asked = asked[:half]  # acc_mutual_info asks for each ending once more, alone
+        asked = asked[:half]  # acc_mutual_info asks for each ending again, without its context
     endings = [ending.removeprefix(str(config.get("target_delimiter", " "))) for _, ending in asked]
     return tuple(endings if len(set(endings)) > 1 else [context for context, _ in asked])

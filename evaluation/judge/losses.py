@@ -13,12 +13,12 @@ from evaluation.judge import words
 from evaluation.judge.runs import Arms, Run, mean
 from evaluation.judge.seeds import Paired, paired, together
 
-SAME = 0.01  # share of a run's tokens by which it may be read before its end and still be read there
+SAME = 0.01  # a point this share of the tokens before a run's end still counts as the end
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A validation set of two groups of runs, at a point that all reached; means over seeds."""
+    """Hold the losses of two groups on a validation set, as means over seeds, at a point that all runs reached."""
 
     domain: str
     a: float
@@ -31,25 +31,27 @@ class Loss:
 class Losses:
     runs: tuple[str, ...]  # names of groups
     flops_per_token: tuple[float | None, ...]
-    tokens: float  # where they are compared
+    tokens: float  # the point of comparison
     flops: float | None
-    at_equal_tokens: Mapping[str, tuple[Loss, ...]] = field(default_factory=dict)  # by group, the first left out
+    at_equal_tokens: Mapping[str, tuple[Loss, ...]] = field(default_factory=dict)  # by group, except the first
     at_equal_flops: Mapping[str, tuple[Loss, ...]] = field(default_factory=dict)
-    midway: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # tokens | FLOPs -> runs read before their end
+    midway: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # tokens | FLOPs -> runs that are read before their end
 
     @property
     def sides(self) -> dict[str, Mapping[str, tuple[Loss, ...]]]:
-        """The losses by what is held equal."""
+        """Return the losses by the quantity that is held equal."""
         return {"tokens": self.at_equal_tokens, "FLOPs": self.at_equal_flops}
 
     def equal(self, what: str) -> str:
-        """Say what is equal, tokens or FLOPs, and whether a loss is interpolated for that."""
+        """Say which quantity is equal, tokens or FLOPs, and whether a loss is interpolated for it."""
         return f"equal {what}, interpolated" if self.midway.get(what) else f"equal {what}"
 
     @cached_property
     def over_sets(self) -> dict[tuple[str, str], Paired]:
-        """The difference of the mean over sets, over seeds, corrected by Holm: by (tokens | FLOPs, group). Where a
-        token costs as much, equal FLOPs are equal tokens: one comparison, not two."""
+        """Return the difference of the mean over sets, judged over seeds and corrected by Holm, by (tokens | FLOPs,
+        group). If a token costs the same in both, equal FLOPs and equal tokens are one comparison."""
         rows = {(what, name): of_sets(found) for what, by_run in self.sides.items() for name, found in by_run.items()}
         marks = [tuple(round(difference, 9) for difference in found) for found in rows.values()]
         first = dict(zip(reversed(marks), reversed(rows.values()), strict=True))
@@ -57,13 +59,13 @@ class Losses:
         return dict(zip(rows, judged, strict=True))
 
     def verdict(self, what: str, name: str) -> str:
-        """Say how far a group is from the first at equal tokens or FLOPs, on the mean of the sets."""
+        """Say how far a group's mean over the sets is from the first group's, at equal tokens or FLOPs."""
         found = self.over_sets[what, name]
         return f"{words.signed(found.mean)}, {words.judgement(found)}"
 
 
 def of_sets(rows: Sequence[Loss]) -> list[float]:
-    """Return the difference of the mean over validation sets, of each seed."""
+    """Return each seed's difference of the mean over validation sets."""
     return [math.fsum(apart) / len(rows) for apart in zip(*(row.by_seed for row in rows), strict=True)]
 
 
@@ -72,12 +74,13 @@ def compare_losses(arms: Arms) -> Losses:
     runs = [run for group in arms.values() for run in group]
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
-        raise ValueError(f"two of the runs are called {max(names, key=names.count)}; rename the folder of one")
+        raise ValueError(f"two runs are called {max(names, key=names.count)}; rename the folder of one")
     domains = sorted(set.intersection(*(set(run.losses) for run in runs)))
     if not domains:
         raise ValueError(
-            f"{' and '.join(names)} have no validation set in common ("
-            f"{'; '.join(', '.join(sorted(run.losses)) or 'none' for run in runs)}); name the same under data.valid"
+            f"{' and '.join(names)} share no validation set ("
+            f"{'; '.join(', '.join(sorted(run.losses)) or 'none' for run in runs)}); name the same sets under "
+            "data.valid"
         )
     reached = {run.name: max(run.losses[domain][-1][0].tokens for domain in domains) for run in runs}
     rates = {run.name: run.flops_per_token for run in runs}
@@ -97,7 +100,7 @@ def compare_losses(arms: Arms) -> Losses:
 
 
 def losses_at(arms: Arms, domains: Sequence[str], tokens: Mapping[str, float]) -> dict[str, tuple[Loss, ...]]:
-    """Read the losses of each arm and the first at each run's `tokens`, on the straight line between validations."""
+    """Return the losses of each arm and of the first at each run's `tokens`, interpolated between validations."""
 
     def loss(run: Run, domain: str) -> float:
         spent, values = zip(*run.losses[domain], strict=True)

@@ -1,7 +1,7 @@
-"""How the scores of items become a metric's number: by lm-eval's own function, whose name a run keeps.
+"""Compute a metric from the scores of items with lm-eval's own function, whose name a run keeps.
 
-Most metrics are a function of two sums (a mean; nats over bytes), and their draws are quick. The others need all items
-at once (F1, BLEU), and every draw is computed by lm-eval's function.
+Most metrics are a function of two sums (a mean; nats over bytes), and their draws are fast. The others (F1, BLEU) need
+all items at once, and lm-eval's function computes every draw.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ RATIOS: dict[str, Callable[[Any], Any]] = {
     "mean_of_all": lambda mean: mean,
 }
 WITH_UNITS = ("weighted_perplexity", "bits_per_byte")
-OF_ALL = "mean_of_all"  # not lm-eval's: items have several parts, all of which weigh the same (IFEval's instructions)
-OWN = ""  # of a function that only the task has
+OF_ALL = "mean_of_all"  # not lm-eval's: items have several parts that weigh the same (IFEval's instructions)
+OWN = ""  # stands for a function that only the task has
 DRAWS = 1000
-FEW_DRAWS = 100  # as lm-eval takes of those that read every text again
+FEW_DRAWS = 100  # draws; lm-eval takes the same number for metrics that read every text again
 SLOW = ("bleu", "chrf", "chrf++", "ter")
 
 Scored = tuple[str, Raw]  # an item's task and its score
@@ -39,13 +39,13 @@ Scored = tuple[str, Raw]  # an item's task and its score
 
 @dataclass(frozen=True)
 class Measure:
-    """Of the items of one task, or of a group: the mean of its tasks' numbers."""
+    """Compute the metric of a task's items, or of a group: the mean of its tasks' numbers."""
 
-    aggregations: Mapping[str, str]  # of each task: a name in lm-eval's registry
-    by_size: bool = True  # whether a group weighs its tasks by their items, or all alike
+    aggregations: Mapping[str, str]  # for each task, a name in lm-eval's registry
+    by_size: bool = True  # whether a group weighs its tasks by their items or equally
 
     def value(self, scored: Sequence[Scored]) -> float:
-        """The metric of these items. A task without items does not count."""
+        """Return the metric of these items; a task without items does not count."""
         by_task: dict[str, list[Raw]] = {}
         for task, score in scored:
             by_task.setdefault(task, []).append(score)
@@ -54,13 +54,13 @@ class Measure:
         return float(np.average(values, weights=weights))
 
     def ratio(self, tasks: Sequence[str]) -> Callable[[Any], Any] | None:
-        """The metric as a function of sum / sum of sums(); None if it is no such function."""
+        """Return the metric as a function of sum / sum of sums(); None if it has another form."""
         kinds = {self.aggregations[task] for task in tasks}
         single = len(kinds) == 1 and (len(set(tasks)) == 1 or kinds == {"mean"})
         return RATIOS.get(kinds.pop()) if single else None
 
     def sums(self, scored: Sequence[Scored]) -> NDArray[np.float64]:
-        """[N, 2]: what an item adds above and below the line."""
+        """Return [N, 2]: each item's part of the numerator and of the denominator."""
         tasks, count = np.unique([task for task, _ in scored], return_counts=True)
         weight = {task: 1.0 if self.by_size else 1 / n for task, n in zip(tasks.tolist(), count.tolist(), strict=True)}
         pairs = [parts(self.aggregations[task], score) for task, score in scored]
@@ -68,7 +68,7 @@ class Measure:
         try:
             sums_N2: NDArray[np.float64] = np.array(pairs, np.float64).reshape(-1, 2) * weight_N[:, None]
         except TypeError:
-            raise ValueError(f"scores like {short(scored[0][1])} of {scored[0][0]:.60} are no numbers") from None
+            raise ValueError(f"scores like {short(scored[0][1])} of {scored[0][0]:.60} are not numbers") from None
         return sums_N2
 
     def draws(self) -> int:
@@ -78,8 +78,8 @@ class Measure:
         self, plus: Sequence[Sequence[Scored]], minus: Sequence[Sequence[Scored]], cluster_N: Sequence[str],
         rng: np.random.Generator,
     ) -> tuple[float, float] | None:  # fmt: skip
-        """95 % bootstrap interval of the mean over runs in `plus` less that in `minus`, which answered the same items;
-        each task's clusters of items are drawn anew. None with too few of them."""
+        """Return the 95 % bootstrap interval of the mean over the runs in `plus` minus the mean over those in `minus`,
+        on the same items; draws take whole clusters of each task. Return None if there are too few clusters."""
         groups: dict[str, dict[str, list[int]]] = {}
         for number, (task, _) in enumerate(plus[0]):
             groups.setdefault(task, {}).setdefault(cluster_N[number], []).append(number)
@@ -96,7 +96,7 @@ class Measure:
 
 
 def of(part: Task | Group, metric: str, tasks: Mapping[str, Task]) -> Measure | None:
-    """The measure of a task's or a group's metric; None if a task has a function of its own for it."""
+    """Return the measure for a metric of a task or a group; None if a task has its own function for it."""
     names = part.tasks if isinstance(part, Group) else (part.name,)
     found = {name: tasks[name].aggregation.get(metric, "mean") for name in names}
     by_size = metric not in part.alike if isinstance(part, Group) else True
@@ -104,22 +104,22 @@ def of(part: Task | Group, metric: str, tasks: Mapping[str, Task]) -> Measure | 
 
 
 def parts(aggregation: str, score: Raw) -> tuple[float, float]:
-    """What an item adds above and below the line."""
+    """Return an item's part of the numerator and of the denominator."""
     if aggregation == OF_ALL:
         return float(sum(score)), float(len(score))
     return score if aggregation in WITH_UNITS else (score, 1.0)
 
 
 def aggregate(name: str, scores: Sequence[Raw]) -> float:
-    """lm-eval's aggregation `name` of the scores of a task's items."""
+    """Return lm-eval's aggregation `name` of the scores of a task's items."""
     try:
         if name == OF_ALL:
             return float(sum(map(sum, scores)) / sum(map(len, scores)))
-        if name == "mean":  # lm-eval's, without reading all of lm-eval
+        if name == "mean":  # import only this module of lm-eval
             return float(sum(scores) / len(scores))
         from lm_eval.api.registry import get_aggregation
 
-        with warnings.catch_warnings():  # a draw may have a class or a label too few
+        with warnings.catch_warnings():  # a draw may lack a class or a label
             warnings.simplefilter("ignore")
             return float(get_aggregation(name)(list(scores)))
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
@@ -127,7 +127,7 @@ def aggregate(name: str, scores: Sequence[Raw]) -> float:
 
 
 def plain(value: Any) -> Raw:
-    """A score as JSON can hold it and as logged.load() reads it: lists are tuples, numpy's numbers Python's."""
+    """Return a score in the form that logged.load() reads: tuples for lists, Python's numbers for numpy's."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):

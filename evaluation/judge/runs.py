@@ -1,6 +1,6 @@
-"""Read training runs: what they spent, reached and logged, a curve of one run, a band over the seeds of an arm.
+"""Read training runs: their cost, losses and logs, the curve of one run, and a band over the seeds of an arm.
 
-Runs count in steps; tokens, FLOPs and seconds of training are what a run has spent up to a step.
+Runs count in steps; a run's cost up to a step is its tokens, FLOPs and seconds of training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run has spent up to a step."""
+    """Hold a run's cost up to a step."""
 
     step: int
     tokens: float
@@ -42,36 +42,36 @@ class Run:
     arm: str
     seed: int
     folder: str
-    steps: int  # that the run is to make
+    steps: int  # the steps that the config asks for
     spent: Spent
     finished: bool
-    whole_tokens: int  # when it is finished
+    whole_tokens: int  # only if the run is finished
     flops_per_token: float
     tokens_per_s: float
     memory_gb: float
-    losses: Mapping[str, Curve]  # by validation set, at the steps where it was evaluated
-    layers: Mapping[str, Mapping[int, float]]  # latest figure of each layer, by what is measured
-    overall: Mapping[str, Curve]  # of all layers, by what is measured
+    losses: Mapping[str, Curve]  # by validation set, at its steps
+    layers: Mapping[str, Mapping[int, float]]  # the latest figure of each layer, by the name of the measure
+    overall: Mapping[str, Curve]  # over all layers, by the name of the measure
     name: str = ""
     rows: Sequence[Row] = ()  # the lines of metrics.jsonl
 
     def last(self, sets: Sequence[str]) -> float | None:
-        """Return the mean loss over sets at the run's end; None if it is not finished or a loss is no number."""
+        """Return the mean loss over sets at the run's end; None if the run is not finished or a loss is nan."""
         curve = self.mean(sets)
         return curve[-1][1] if self.finished and curve and curve[-1][0].step == self.steps else None
 
     def mean(self, sets: Sequence[str]) -> Curve:
-        """Return the mean loss over sets, at the steps where all of them were evaluated."""
+        """Return the mean loss over sets, at the steps that evaluated all of them."""
         steps, shared = by([self.losses.get(name, ()) for name in sets], lambda spent: spent.step)
         return [(steps[0][s][0], mean(each[s][1] for each in steps)) for s in shared]
 
     def points(self, key: str) -> tuple[list[float], list[float]]:
-        """Return tokens and values wherever the log has the key."""
+        """Return the tokens and values of all lines that have the key."""
         found = points(self.rows, key, spending(self.rows))
         return [spent.tokens for spent, _ in found], [value for _, value in found]
 
     def at(self, tokens: float) -> Spent:
-        """Return what was spent up to so many tokens."""
+        """Return the cost up to this many tokens."""
         counted = [row for row in self.rows if row.get("tokens")]
         step = np.interp(tokens, [0.0, *(row["tokens"] for row in counted)], [0.0, *(row["step"] for row in counted)])
         return spending(self.rows)(float(step))
@@ -81,7 +81,7 @@ Arms = Mapping[str, Sequence[Run]]
 
 
 def read_runs(groups: Sequence[Sequence[Path | str]]) -> dict[str, list[Run]]:
-    """Read the runs of each group, a run a seed, by the names of all runs of the group."""
+    """Read the runs of each group, one for each seed; the key holds the names of all its runs."""
     folders = [Path(folder) for group in groups for folder in group]
     read = iter(zip(folders, plots.read_runs(folders), strict=True)) if folders else iter(())
     out: dict[str, list[Run]] = {}
@@ -96,7 +96,7 @@ def read_runs(groups: Sequence[Sequence[Path | str]]) -> dict[str, list[Run]]:
 
 
 def steps_of(folder: Path) -> int:
-    """Return the steps that a run's config asks for; 0 where there is no config and nobody knows."""
+    """Return the steps that a run's config asks for; 0 if there is no config."""
     config = standalone.settings_file(folder)
     if not config.is_file():
         return 0
@@ -108,7 +108,7 @@ def run_of(
     arm: str, seed: int, folder: str, rows: Sequence[Row], sets: Sequence[str], *, steps: int, name: str = "",
     tokens_a_step: int = 0, finished: bool | None = None,
 ) -> Run:  # fmt: skip
-    """Make a run of the lines of its metrics.jsonl. `sets`: the validation sets that count."""
+    """Make a run from the lines of its metrics.jsonl; `sets` names the validation sets that count."""
     spent = spending(rows)
     total = spent(rows[-1]["step"])
     layers: dict[str, dict[int, float]] = {}
@@ -137,8 +137,8 @@ def run_of(
 
 
 def spending(rows: Sequence[Row]) -> Callable[[float], Spent]:
-    """Return what was spent as a function of the step: linear between two lines, whose seconds are of the steps since
-    the line before."""
+    """Return the cost as a function of the step, linear between two lines; a line's seconds cover the steps since the
+    line before."""
     at, tokens, flops, seconds = [0.0], [0.0], [0.0], [0.0]
     for row in rows:
         if row.get("tokens"):
@@ -162,7 +162,7 @@ def points(rows: Sequence[Row], key: str, spent: Callable[[float], Spent]) -> Cu
 
 @dataclass(frozen=True)
 class Band:
-    """Mean over seeds of one arm and how far they lie apart, or of a difference and its interval."""
+    """Hold the mean over seeds with their range, or a mean difference with its interval."""
 
     arm: str
     spent: tuple[Spent, ...]  # mean over seeds
@@ -173,7 +173,7 @@ class Band:
 
 
 def bands(arms: Arms, curve: Callable[[Run], Curve]) -> tuple[Band, ...]:
-    """Return each arm's band at the steps that every seed has reached, from the lowest seed to the highest."""
+    """Return each arm's band, from the lowest seed to the highest, at the steps that every seed has reached."""
     out = []
     for arm, runs in arms.items():
         steps, shared = by([found for run in runs if (found := curve(run))], lambda spent: spent.step)
@@ -191,8 +191,8 @@ def loss_bands(arms: Arms, sets: Sequence[str]) -> tuple[Band, ...]:
 
 
 def difference_bands(arms: Arms, control: str, sets: Sequence[str]) -> tuple[Band, ...]:
-    """Return how far each arm is from the control at the tokens that all have, of the seeds that both have begun. Low
-    and high are the interval over seeds, where they are enough for one."""
+    """Return each arm's difference to the control at the tokens that all have, over the seeds that both have begun. Low
+    and high are the interval over seeds, if there are enough."""
     theirs = {run.seed: run.mean(sets) for run in arms.get(control, ())}
     out = []
     for arm in (arm for arm in arms if arm != control):
@@ -209,7 +209,7 @@ def difference_bands(arms: Arms, control: str, sets: Sequence[str]) -> tuple[Ban
 
 
 def by_layer(arms: Arms) -> dict[str, dict[str, dict[int, float]]]:
-    """Return what -> arm -> layer -> mean over seeds of the latest figure."""
+    """Return measure -> arm -> layer -> mean over seeds of the latest figure."""
     out: dict[str, dict[str, dict[int, float]]] = {}
     for arm, runs in arms.items():
         for what in sorted({what for run in runs for what in run.layers}):
@@ -220,7 +220,7 @@ def by_layer(arms: Arms) -> dict[str, dict[str, dict[int, float]]]:
 
 
 def overall(arms: Arms) -> dict[str, tuple[Band, ...]]:
-    """Return what is measured of all layers -> a band an arm."""
+    """Return measure -> a band for each arm, for measures over all layers."""
     measured = sorted({what for runs in arms.values() for run in runs for what in run.overall})
     return {what: bands(arms, lambda run, what=what: run.overall.get(what, ())) for what in measured}  # type: ignore[misc]
 
@@ -229,7 +229,7 @@ Placed = Mapping[int, tuple[Spent, float]]
 
 
 def by(curves: Sequence[Curve], place: Callable[[Spent], int]) -> tuple[Sequence[Placed], Sequence[int]]:
-    """Return (each curve by place, the places that all of them have)."""
+    """Return (each curve by place, the places that all curves have)."""
     placed = [{place(spent): (spent, value) for spent, value in curve} for curve in curves]
     return placed, [at for at in placed[0] if all(at in each for each in placed)] if placed else []
 

@@ -1,10 +1,11 @@
-"""Judge differences over seeds: their mean, Student's 95 % interval, and Holm's correction of several.
+"""Judge differences over seeds: their mean, Student's 95 % interval, and Holm's correction for several comparisons.
 
-Two runs of one seed read the same samples in the same order, so the order cancels in their difference. What is left
-differs from seed to seed, and Student's t says how far the mean of so few differences may lie from the truth. The items
-of a test say nothing about that: a thousand of them answered by one model are one draw of a training.
+Two runs of one seed read the same samples in the same order, so the order cancels in their difference. The rest differs
+between seeds, and Student's t says how far the mean of so few differences may be from the truth. The items of a test
+cannot say that: a thousand answers of one model are still one training.
 
-Student's distribution stays ours: scipy comes with the extra `eval` alone, and trainings are compared without it.
+Student's distribution is our own, because scipy comes only with the extra `eval`, and comparing trainings must work
+without it.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 LEVEL = 0.95
-LEAST = 3  # seeds that an interval needs: with two it would reach 12.7 standard errors to each side and say nothing
+LEAST = 3  # seeds that an interval needs: with two it would be 12.7 standard errors wide on each side
 
 
 @dataclass(frozen=True)
 class Paired:
     seeds: int
     mean: float
-    low: float | None = None  # None: fewer than LEAST seeds have no interval
+    low: float | None = None  # None with fewer than LEAST seeds
     high: float | None = None
-    p: float | None = None  # two-sided, of no difference
-    p_holm: float | None = None  # corrected for the others of its family; None: it was named beforehand
-    family: int = 1  # how many comparisons Holm's correction is for
+    p: float | None = None  # two-sided, for no difference
+    p_holm: float | None = None  # corrected for the family; None for the comparison that was named beforehand
+    family: int = 1  # the number of comparisons that Holm's correction counts
 
     def verdict(self, higher_is_better: bool = False) -> str:
-        """Say whether the mean is better, worse or not shown to differ from 0."""
+        """Say whether the mean is better, worse, or not shown to differ from 0."""
         if self.low is None or self.high is None:
             return f"{'one run' if self.seeds == 1 else f'{self.seeds} runs'} each: no verdict"
         if self.low <= 0 <= self.high or (self.p_holm is not None and self.p_holm > 1 - LEVEL):
@@ -38,14 +39,14 @@ class Paired:
 
 
 def paired(differences: Sequence[float], grain: float = 0.0) -> Paired:
-    """Return the mean of the differences, one of each seed, and its interval. Raise a ValueError if there are none.
+    """Return the mean of the differences, one for each seed, and its interval; raise a ValueError if there is none.
 
-    `grain`: the least that two differences can be apart, an item of a test. Three seeds that all gained one item seem
-    to have no spread at all, so no spread below half a grain is believed.
+    `grain` is the smallest step between two differences, for instance one item of a test. Three seeds that all gained
+    one item seem to have no spread, so the spread is at least half a grain.
     """
     seeds = len(differences)
     if not seeds:
-        raise ValueError("there is no seed that both have finished, so there is no difference; train one seed of both")
+        raise ValueError("both have finished no seed in common, so there is no difference; train one seed of both")
     mean = math.fsum(differences) / seeds
     if seeds < LEAST:
         return Paired(seeds, mean)
@@ -57,10 +58,10 @@ def paired(differences: Sequence[float], grain: float = 0.0) -> Paired:
 
 
 def together(found: Sequence[Paired], marks: Sequence[Hashable] = (), primary: Hashable | None = None) -> list[Paired]:
-    """Correct each difference by Holm for the others of its family.
+    """Correct each difference by Holm's method for the others in its family.
 
-    Differences of one mark are one comparison that is shown twice. `primary`: the mark of the one comparison that was
-    named beforehand, which stays as it is and does not count for the others.
+    Differences with the same mark are one comparison that is shown twice. `primary` is the mark of the comparison that
+    was named beforehand; it is not corrected and does not count for the others.
     """
     marks = marks or range(len(found))
     p_of = {mark: each.p for mark, each in zip(marks, found, strict=True) if each.p is not None and mark != primary}
@@ -82,7 +83,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 @cache
 def student(freedom: int, level: float = LEVEL) -> float:
-    """Return the t for which -t ... t holds the share `level` of Student's distribution."""
+    """Return the t whose range -t ... t holds the share `level` of Student's distribution."""
     low, high = 0.0, 1.0
     while inside(high, freedom) < level:
         high *= 2
@@ -93,7 +94,7 @@ def student(freedom: int, level: float = LEVEL) -> float:
 
 
 def inside(t: float, freedom: int) -> float:
-    """Return the share in -t ... t, a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """Return the share of the distribution in -t ... t, a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan2(t, math.sqrt(freedom))
     square, odd = math.cos(angle) ** 2, freedom % 2
     term = total = 1.0

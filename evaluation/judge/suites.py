@@ -17,36 +17,43 @@ from evaluation.judge.results import Evaluation, Item
 from evaluation.judge.seeds import Paired, paired, together
 from evaluation.judge.words import interval, signed
 
-PREFERRED = ("acc_norm", "exact_match", "acc", "bits_per_byte")  # a task is judged by one metric: the first it has
+PREFERRED = (
+    "acc_norm",
+    "exact_match",
+    "acc",
+    "bits_per_byte",
+)  # one metric judges a task: the first of these that it has
 Name = Path | str
-Pairs = Sequence[tuple[Item, Item]]  # what A and B answered
+Pairs = Sequence[tuple[Item, Item]]  # the answers of A and B
 
 
 @dataclass(frozen=True)
 class Difference:
-    name: str  # of a task or a group
+    name: str  # the name of a task or a group
     title: str
     metric: str
     higher_is_better: bool
-    headline: bool  # not part of another group
+    headline: bool  # true if it is not part of another group
     items: int
-    a: float  # mean over seeds, as are b and the difference
+    a: float  # mean over seeds, like b and the difference
     b: float
     difference: float
-    low: float = math.nan  # 95 % interval over seeds; fewer than three have none
+    low: float = math.nan  # 95 % interval over seeds; nan with fewer than three
     high: float = math.nan
-    p: float = math.nan  # over seeds, as the interval
-    only_a: int | None = None  # items that only A has right, where an item is right or wrong, of one run each
+    p: float = math.nan  # over seeds, like the interval
+    only_a: int | None = None  # items that only A has right, with one run each, if items are right or wrong
     only_b: int | None = None
     p_holm: float = math.nan
     seeds: int = 1
-    clusters: int = 0  # that the items are of
-    items_low: float = math.nan  # 95 % interval over clusters of items, of these very models; none of too few clusters
+    clusters: int = 0  # the number of clusters of items
+    items_low: float = (
+        math.nan
+    )  # 95 % interval over clusters of items, for these same models; nan with too few clusters
     items_high: float = math.nan
 
     @property
     def paired(self) -> Paired:
-        """The difference as seeds.py judges it."""
+        """Return the difference in the form that seeds.py judges."""
         low, high, p, p_holm = (None if math.isnan(x) else x for x in (self.low, self.high, self.p, self.p_holm))
         return Paired(self.seeds, self.difference, low, high, p, p_holm)
 
@@ -56,7 +63,7 @@ class Difference:
 
     @property
     def shown(self) -> tuple[float, float]:
-        """The interval to draw: over seeds, else over items, else the difference alone."""
+        """Return the interval to draw: over seeds, or else over items, or else only the difference."""
         ends = ((self.low, self.high), (self.items_low, self.items_high))
         return next((pair for pair in ends if not math.isnan(pair[0])), (self.difference, self.difference))
 
@@ -68,9 +75,9 @@ class Difference:
 
     @property
     def interval(self) -> str:
-        """The 95 % interval in words: over seeds, else over items, which is no more than a diagnostic."""
+        """Return the 95 % interval in words: over seeds, or else over items, which is only a diagnostic."""
         form = partial(signed, metric=self.metric)
-        return interval(self.paired, form) or f"over items, for these models alone: {self.over_items}"
+        return interval(self.paired, form) or f"over items, for these models only: {self.over_items}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class Flip:
     target: str
     a: str
     b: str
-    swing: float  # change of the right choice's log-probability against the best wrong one's, in nats
+    swing: float  # change in nats of the right choice's log-probability minus the best wrong one's
 
 
 @dataclass(frozen=True)
@@ -102,8 +109,9 @@ def compare_suites(groups: Sequence[Sequence[Name]], cluster: str = "") -> list[
     known = sorted({name for item in runs[0][0].items for name in item.clusters})
     if cluster and cluster not in known:
         raise ValueError(
-            f"cluster={cluster}: no document of {first} has that key (kept are: {', '.join(known) or 'none'}); name "
-            "one of those or leave cluster out"
+            f"cluster={cluster}: no document of {first} has that key (its keys are: {', '.join(known) or 'none'}); "
+            "name "
+            "one of these or leave cluster out"
         )
     for group, group_runs in zip(groups, runs, strict=True):
         for folder, run in zip(group, group_runs, strict=True):
@@ -113,12 +121,12 @@ def compare_suites(groups: Sequence[Sequence[Name]], cluster: str = "") -> list[
 
 
 def compared(runs: Sequence[Sequence[Evaluation]], cluster: str = "") -> list[Comparison]:
-    """Compare every other group with the first, of runs that were read and checked."""
+    """Compare every other group with the first; the runs are read and checked already."""
     return corrected([one(runs[0], group, cluster) for group in runs[1:]])
 
 
 def corrected(found: Sequence[Comparison]) -> list[Comparison]:
-    """Fill in p_holm. All headlines of all groups are one family, and their parts another."""
+    """Fill in p_holm; all headlines of all groups are one family, and their parts another."""
     rows = [list(comparison.differences) for comparison in found]
     for headline in (True, False):
         places = [(i, j) for i, row in enumerate(rows) for j, d in enumerate(row) if d.headline == headline]
@@ -128,11 +136,11 @@ def corrected(found: Sequence[Comparison]) -> list[Comparison]:
     return [replace(c, differences=tuple(row)) for c, row in zip(found, rows, strict=True)]
 
 
-# ---- what may be compared
+# ---- checks
 
 
 def check_groups(groups: Sequence[Sequence[Name]]) -> None:
-    """Raise a ValueError unless all groups have as many folders, each folder once."""
+    """Raise a ValueError unless all groups have the same number of folders, and no folder twice."""
     for group in groups[1:]:
         if len(group) != len(groups[0]):
             raise ValueError(
@@ -142,25 +150,23 @@ def check_groups(groups: Sequence[Sequence[Name]]) -> None:
     for group in groups:
         places = [Path(folder).resolve() for folder in group]
         if twice := [folder for folder, place in zip(group, places, strict=True) if places.count(place) > 1]:
-            raise ValueError(f"{twice[0]} is there twice in one group; a seed is a training of its own")
+            raise ValueError(f"{twice[0]} is there twice in one group; give a different training for each seed")
 
 
 def check_other(fingerprints: Mapping[Name, str]) -> None:
-    """Raise a ValueError if two runs of a group are one model: it would seem to have no spread over seeds."""
+    """Raise a ValueError if two runs of a group have the same weights, because seeds would seem to have no spread."""
     seen: dict[str, Name] = {}
     for folder, mark in fingerprints.items():
         if mark in seen:
-            raise ValueError(
-                f"{seen[mark]} and {folder} are one model, the same weights; give trainings of other seeds"
-            )
+            raise ValueError(f"{seen[mark]} and {folder} have the same weights; give trainings with different seeds")
         seen[mark] = folder
 
 
 def check_same(a: Name, b: Name, run_a: Evaluation, run_b: Evaluation) -> None:
-    """Raise a ValueError about the first task, item or prompt that the two runs do not share."""
+    """Raise a ValueError about the first task, item or prompt that differs between the two runs."""
     for task in sorted(run_a.tasks.keys() ^ run_b.tasks.keys()):
         has, lacks = (a, b) if task in run_a.tasks else (b, a)
-        raise ValueError(f"{has} has the task {task} and {lacks} has not; run the same suite with the same options")
+        raise ValueError(f"{has} has the task {task} and {lacks} does not; run the same suite with the same options")
     for task in run_a.tasks:
         shots = run_a.tasks[task].fewshot, run_b.tasks[task].fewshot
         if shots[0] != shots[1]:
@@ -169,15 +175,15 @@ def check_same(a: Name, b: Name, run_a: Evaluation, run_b: Evaluation) -> None:
     if only := items_a.keys() ^ items_b.keys():
         task, _, doc = min(only, key=lambda key: (key[0], key[2]))
         raise ValueError(
-            f"{a} and {b} do not have the same items: {len(only)} are in one alone, the first is {doc} of {task}; "
+            f"{a} and {b} have different items: {len(only)} are in only one of them, the first is {doc} of {task}; "
             "use the same data and the same limit"
         )
     for key, item in items_a.items():
         if (item.prompt_hash, item.target) != (items_b[key].prompt_hash, items_b[key].target):
             what = "target" if item.prompt_hash == items_b[key].prompt_hash else "prompt"
             raise ValueError(
-                f"item {item.doc} of {item.task} has another {what} in {b} than in {a}, so the two were asked "
-                "different things; run both with the same suite and version"
+                f"item {item.doc} of {item.task} has another {what} in {b} than in {a}, so the two had "
+                "different prompts; run both with the same suite and version"
             )
 
 
@@ -186,7 +192,7 @@ def check_same(a: Name, b: Name, run_a: Evaluation, run_b: Evaluation) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """A task or a group of a run, and the metric that it is judged by."""
+    """Hold a task or a group of a run, and the metric that judges it."""
 
     part: results.Task | results.Group
     tasks: tuple[str, ...]
@@ -197,7 +203,7 @@ class Part:
 
 
 def parts(run: Evaluation, answers: Mapping[str, Sequence[Item]]) -> list[Part]:
-    """List the groups and then the tasks that can be judged. `answers`: every item that counts, by task."""
+    """List the groups and then the tasks that can be judged; `answers` holds every item that counts, by task."""
     every: list[tuple[results.Task | results.Group, tuple[str, ...], bool]] = [
         *((group, group.tasks, not is_inner(group, run)) for group in run.groups.values()),
         *((task, (task.name,), not task.groups) for task in run.tasks.values()),
@@ -211,12 +217,12 @@ def parts(run: Evaluation, answers: Mapping[str, Sequence[Item]]) -> list[Part]:
 
 
 def is_inner(group: results.Group, run: Evaluation) -> bool:
-    """Say whether another group has all tasks of the group, and more."""
+    """Return whether another group has all tasks of the group, and more."""
     return any(set(group.tasks) < set(other.tasks) for other in run.groups.values())
 
 
 def judged_by(part: results.Task | results.Group, run: Evaluation, items: Sequence[Item]) -> tuple[str, Measure] | None:
-    """Choose the metric to judge by among those that every item has: the first of PREFERRED, else the part's first."""
+    """Choose a metric that every item has: the first of PREFERRED, or else the part's first."""
     shared = {
         name: measure
         for name in part.metrics
@@ -226,9 +232,9 @@ def judged_by(part: results.Task | results.Group, run: Evaluation, items: Sequen
 
 
 def one(runs_a: Sequence[Evaluation], runs_b: Sequence[Evaluation], cluster: str) -> Comparison:
-    """Compare two groups of runs, the first of one with the first of the other and so on."""
+    """Compare two groups of runs; pair their runs in order."""
     run, by_task = runs_a[0], dict[str, list[tuple[str, str, int]]]()
-    for item in run.items:  # in one order, so that an item has one place in all seeds
+    for item in run.items:  # in one order, so that an item has the same place in all seeds
         by_task.setdefault(item.task, []).append(item.key)
     sides = [(keyed(a), keyed(b)) for a, b in zip(runs_a, runs_b, strict=True)]
     answers = {task: [side[key] for key in keys for side in sides[0]] for task, keys in by_task.items()}
@@ -250,12 +256,12 @@ def keyed(run: Evaluation) -> dict[tuple[str, str, int], Item]:
 
 
 def called(models: Sequence[results.Model]) -> results.Model:
-    """Return the first model under the names of all."""
+    """Return the first model, named after all of them."""
     return replace(models[0], name=", ".join(dict.fromkeys(model.name for model in models)))
 
 
 def differ(part: Part, each: Sequence[Pairs], cluster: str) -> Difference:
-    """Judge the difference in a part's metric; `each` has the pairs of items of each seed."""
+    """Judge the difference of a part's metric; `each` holds the pairs of items of each seed."""
     measure, metric = part.measure, part.metric
     a_SN, b_SN = ([[(pair[s].task, pair[s].scores[metric]) for pair in pairs] for pairs in each] for s in (0, 1))
     a_S, b_S = ([measure.value(scored) for scored in side] for side in (a_SN, b_SN))
@@ -270,7 +276,7 @@ def differ(part: Part, each: Sequence[Pairs], cluster: str) -> Difference:
         over_items = intervals.difference(a_N, b_N, unit_N, cluster_N, value)
         if right and len(each) == 1:
             only_a, only_b = int((a_N > b_N).sum()), int((b_N > a_N).sum())
-    else:  # no sums give it: all items are needed for every draw
+    else:  # not a function of sums: every draw needs all items
         rng = intervals.generator("bootstrap", f"{part.part.name} {metric}")
         over_items = measure.interval(b_SN, a_SN, cluster_N, rng)
     seeds = paired([b - a for a, b in zip(a_S, b_S, strict=True)], grain=1 / items if right else 0.0)
@@ -285,8 +291,8 @@ def differ(part: Part, each: Sequence[Pairs], cluster: str) -> Difference:
 
 
 def clusters(pairs: Pairs, key: str) -> list[str]:
-    """Name what each item shares with others: the value of `key` in its document, by default of the first key that is
-    kept of it (results.Item.clusters), else the document itself."""
+    """Return each item's cluster: the value of `key` in its document, by default of the first key in the samples
+    (results.Item.clusters), or else the document itself."""
     out = []
     for item, _ in pairs:
         name = key or next(iter(item.clusters), "")
@@ -298,7 +304,7 @@ def clusters(pairs: Pairs, key: str) -> list[str]:
 
 
 def flip(a: Item, b: Item, metric: str) -> Flip | None:
-    """Describe an item that one of two models has right; None if it is none."""
+    """Describe an item that only one of two models has right; return None for any other item."""
     before, after = a.scores[metric], b.scores[metric]
     if before == after or not all(score in (0.0, 1.0) for score in (before, after)):
         return None
@@ -307,14 +313,14 @@ def flip(a: Item, b: Item, metric: str) -> Flip | None:
 
 
 def right(item: Item) -> str:
-    """Return the text of the right answer, whose target is a choice or its number."""
+    """Return the text of the right answer; the target is a choice or its number."""
     if item.choices and item.target not in item.choices and item.target.isdecimal():
         return dict(enumerate(item.choices)).get(int(item.target), item.target)
     return item.target
 
 
 def answer(item: Item, metric: str) -> str:
-    """Return the text that a model chose or wrote."""
+    """Return the text that the model chose or wrote."""
     if len(item.choices) < 2:
         return item.text or ("as the target" if all(item.greedy) else "not the target")
     lengths = [max(len(choice), 1) if metric == "acc_norm" else 1 for choice in item.choices]
@@ -322,7 +328,7 @@ def answer(item: Item, metric: str) -> str:
 
 
 def margin(item: Item) -> float:
-    """Return the log-probability of the right choice less that of the best wrong one."""
+    """Return the log-probability of the right choice minus that of the best wrong one."""
     target = right(item)
     at = item.choices.index(target) if target in item.choices else 0
     return item.logprobs[at] - max(lp for i, lp in enumerate(item.logprobs) if i != at)

@@ -1,4 +1,4 @@
-"""Write figures and what was judged of them as text."""
+"""Write figures and verdicts as text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 from evaluation.judge.seeds import Paired
 
-WIDTH = 60  # characters of an answer that are shown
+WIDTH = 60  # characters that are shown of an answer
 Form = Callable[[float], str]
 
 
 def is_share(metric: str) -> bool:
-    """Say whether a metric is a share, which is shown in per cent."""
+    """Return whether a metric is a share, which is shown in per cent."""
     return bool(re.match(r"acc|exact_match|f1", metric))
 
 
@@ -26,7 +26,7 @@ def signed(value: float, metric: str = "") -> str:
 
 
 def unit(metric: str) -> str:
-    """Name what a difference in a metric is counted in."""
+    """Return the unit of a metric's difference."""
     return "points" if is_share(metric) else metric.replace("_", " ")
 
 
@@ -35,27 +35,27 @@ def p_text(p: float | None) -> str:
 
 
 def interval(found: Paired, form: Form = signed) -> str:
-    """Write the 95 % interval over seeds; nothing where there are too few seeds for one."""
+    """Write the 95 % interval over seeds; nothing if there are too few seeds."""
     if found.low is None or found.high is None:
         return ""
     return f"95 % interval over {found.seeds} seeds {form(found.low)} to {form(found.high)}"
 
 
 def sureness(found: Paired) -> str:
-    """Write the p that a verdict follows from, and how it was corrected."""
+    """Write the p behind a verdict, and its correction."""
     if found.p_holm is None:
-        return f"p {p_text(found.p)}, named beforehand and not corrected"
+        return f"p {p_text(found.p)}, named beforehand, so not corrected"
     return f"p {p_text(found.p_holm)}" + f", corrected by Holm for {found.family} comparisons" * (found.family > 1)
 
 
 def judgement(found: Paired, form: Form = signed, higher_is_better: bool = False) -> str:
-    """Write the interval over seeds, how sure it is, and the verdict."""
+    """Write the interval over seeds, its p, and the verdict."""
     verdict = found.verdict(higher_is_better)
     return f"{interval(found, form)}, {sureness(found)}: {verdict}" if found.low is not None else verdict
 
 
 def midway(names: Sequence[str]) -> str:
-    """Explain that the losses of these runs were read before the end of their schedules."""
+    """Explain that these runs' losses were read before the end of their schedules."""
     return (
         f"Interpolated: {', '.join(names)} is read before the end of its schedule, where its learning rate is high; "
         "a run with a schedule that ends there would be lower (upcycle study, match: flops)."
@@ -63,7 +63,7 @@ def midway(names: Sequence[str]) -> str:
 
 
 def apart(texts: Sequence[str]) -> list[str]:
-    """Cut each text to WIDTH characters, from about where the texts begin to differ."""
+    """Cut each text to WIDTH characters, starting near the first difference."""
     shared = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
     start = max(shared - WIDTH // 3, 0) if max(map(len, texts)) > WIDTH else 0
     start = texts[0].find(" ", start, shared) + 1 if start else 0  # at a word

@@ -20,7 +20,7 @@ from upcycle.io import strict
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Return the settings of a run; none where it has no run.json."""
+    """Return the settings of a run; empty if it has no run.json."""
     path = standalone.settings_file(folder)
     return strict.read_object(path) if path.is_file() else {}
 
@@ -46,7 +46,7 @@ def settings(folder: Path) -> list[tuple[str, str]]:
 
 
 def differing(arms: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, ...]]:
-    """Return every key of the configs that two runs have otherwise, and its value in each arm, seed by seed."""
+    """Return every config key that differs between two runs, with its value in each arm, seed by seed."""
     every = [[flat(config) for config in configs] for configs in arms]
     rows = []
     for key in dict.fromkeys(key for configs in every for config in configs for key in config):
@@ -57,7 +57,7 @@ def differing(arms: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, ..
 
 
 def command(folder: Path) -> str:
-    """Return the command that trains the run in `folder` again, and under it every key that is not a default."""
+    """Return the command that trains the run in `folder` again, followed by every key that is not a default."""
     config = config_of(folder)
     if not config:
         return ""
@@ -68,7 +68,7 @@ def command(folder: Path) -> str:
 
 
 def chosen(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that have another value than their default, at every depth."""
+    """Return the keys that differ from their defaults, at every depth."""
     out = {}
     for key, value in config.items():
         default = defaults.get(key)
@@ -80,7 +80,7 @@ def chosen(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, 
 
 
 def ranks(folder: Path) -> int:
-    """Return how many processes trained the run, as its newest checkpoint says; 1 if none is left to say it."""
+    """Return the number of processes that trained the run, from its newest checkpoint; 1 if there is none."""
     for step in sorted(folder.glob("checkpoints/step-*"), reverse=True):
         with suppress(ValueError):
             return int(read_manifest(step).get("world", 1))

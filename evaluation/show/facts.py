@@ -1,4 +1,4 @@
-"""Gather what a report shows: all that lies in the given folders."""
+"""Gather the facts of a report from the given folders."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from upcycle.io.publish import MANIFEST
 from upcycle.planning import plan
 from upcycle.verifying.inspect import read_manifest
 
-MEAN = "mean of sets"  # of validation
-SEED = re.compile(r"(seed|run)?[\W_]*\d+")  # a folder that is called after its seed alone
+MEAN = "mean of sets"  # sets of validation
+SEED = re.compile(r"(seed|run)?[\W_]*\d+")  # the name of a folder that is only a seed
 Rows = list[tuple[str, str]]
 Bands = dict[str, tuple[Band, ...]]  # by MEAN or a set
 
@@ -55,16 +55,16 @@ class Score:
     headline: bool
     items: int
     value: float  # mean over seeds
-    low: float  # 95 % interval over items; of several seeds the lowest of them, and the highest
+    low: float  # 95 % interval over items; with several seeds the lowest and the highest seed
     high: float
-    chance: float | None  # of guessing among the choices
+    chance: float | None  # the score of guessing
     suite: str = ""
     seeds: int = 1
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A group of trainings, a run a seed."""
+    """Hold a group of trainings, one run for each seed."""
 
     runs: tuple[str, ...]
     spent: Spent  # mean over seeds, to the end
@@ -75,32 +75,32 @@ class Arm:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the page shows."""
+    """Hold everything that the page shows."""
 
     title: str
     made: str
     models: tuple[Evaluation, ...] = ()
-    scores: dict[str, list[Score]] = field(default_factory=dict)  # by model, of all suites that it was asked
+    scores: dict[str, list[Score]] = field(default_factory=dict)  # by model, from all of its suites
     comparisons: tuple[Comparison, ...] = ()
-    arms: dict[str, Arm] = field(default_factory=dict)  # the runs by what they are a seed of
+    arms: dict[str, Arm] = field(default_factory=dict)  # the runs, by the arm that they are a seed of
     settings: dict[str, Rows] = field(default_factory=dict)  # of arms
-    keys: list[tuple[str, ...]] = field(default_factory=list)  # that differ: the key, and what each arm has
+    keys: list[tuple[str, ...]] = field(default_factory=list)  # keys that differ, with each arm's value
     curves: Bands = field(default_factory=dict)  # of validation
-    differences: Bands = field(default_factory=dict)  # to the first arm
+    differences: Bands = field(default_factory=dict)  # differences to the first arm
     losses: Losses | None = None
     routing: dict[str, dict[str, Any]] = field(default_factory=dict)  # by checkpoint
     plans: dict[str, Rows] = field(default_factory=dict)
-    trained: dict[str, list[Run]] = field(default_factory=dict)  # what the runs of each arm logged
-    layers: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)  # by what, by arm
+    trained: dict[str, list[Run]] = field(default_factory=dict)  # the logs of each arm's runs
+    layers: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)  # by measure, by arm
     overall: Bands = field(default_factory=dict)  # by what
 
     def of_suite(self, suite: str) -> str:
-        """Return the suite in words, where there are several."""
+        """Return the suite in words, if there are several."""
         return f" ({suite})" if len({run.suite for run in self.models}) > 1 else ""
 
 
 def gather(groups: Sequence[str | Sequence[str]], title: str) -> Facts:
-    """Gather all that lies in the folders of each group; those of one kind are the seeds of one model."""
+    """Gather the facts of each group's folders; folders of one kind are the seeds of one model."""
     sides = [sorted_out([group] if isinstance(group, str) else group) for group in groups]
     trained = read_arms([side.trained for side in sides if side.trained])
     own = iter(trained)
@@ -132,7 +132,7 @@ def gather(groups: Sequence[str | Sequence[str]], title: str) -> Facts:
 
 @dataclass(frozen=True)
 class Side:
-    """The paths of a group, by what they are found to be."""
+    """Hold the paths of a group, by their kind."""
 
     evaluated: list[Path] = field(default_factory=list)
     trained: list[Path] = field(default_factory=list)
@@ -141,7 +141,7 @@ class Side:
 
 
 def sorted_out(paths: Sequence[str]) -> Side:
-    """Sort the paths by what they are. Raise a ValueError for a path that a report has no use for."""
+    """Sort the paths by their kind; raise a ValueError for a path that a report cannot use."""
     side = Side()
     kinds = {METRICS: side.trained, MANIFEST: side.made}
     for path in map(Path, paths):
@@ -152,13 +152,14 @@ def sorted_out(paths: Sequence[str]) -> Side:
             side.evaluated.append(path)
         elif not there:
             raise ValueError(
-                f"{path} is nothing that a report shows; give folders with {' or '.join(kinds)}, lm-eval's results "
+                f"{path} is not something that a report shows; give folders with {' or '.join(kinds)}, lm-eval's "
+                "results "
                 "with their samples, or the file of `upcycle routing`"
             )
         for name in there:
             kinds[name].append(path)
         if METRICS in there:
-            side.made.append(path)  # a training run may have upcycled as it loaded
+            side.made.append(path)  # a training run may have upcycled its model as it loaded
     return side
 
 
@@ -167,7 +168,7 @@ def sorted_out(paths: Sequence[str]) -> Side:
 
 @dataclass(frozen=True)
 class Asked:
-    """Runs of one suite that are the seeds of one model."""
+    """Hold runs of one suite that are the seeds of one model."""
 
     name: str
     suite: str
@@ -176,8 +177,8 @@ class Asked:
 
 
 def labelled(sides: Sequence[tuple[str, Sequence[Path]]]) -> list[Asked]:
-    """Return the runs of each side by suite, under the side's name if it has one, else under their model's: with the
-    folder where another model has that name, or the same one in another group of the suite."""
+    """Return the runs of each side by suite, under the side's name or else the model's name, with the folder if another
+    model or group has the same name."""
     found = []
     for given, folders in sides:
         by_suite: dict[str, list[tuple[Path, Evaluation]]] = {}
@@ -200,19 +201,19 @@ def labelled(sides: Sequence[tuple[str, Sequence[Path]]]) -> list[Asked]:
 
 
 def as_computed(model: results.Model) -> tuple[str, ...]:
-    """Return what tells models apart: the same weights under another config.json are another model."""
+    """Return the identity of a model: the same weights under another config.json are another model."""
     return (model.identity,) if model.identity else (model.fingerprint, model.dtype)
 
 
 def place_of(run: Evaluation) -> str:
-    """Return a model's name; of a training run that is called after its seed alone, with the folder around it."""
+    """Return a model's name, with the parent folder if the name is only a seed."""
     parts = Path(run.model.source).parts
     return "/".join(parts[-2:]) if len(parts) > 1 and SEED.fullmatch(run.model.name) else run.model.name
 
 
 def shared(names: Sequence[str]) -> str:
-    """Return what the names of seeds have in common: copies, of copies/seed-0 and copies/seed-1; all of them if
-    nothing."""
+    """Return the common part of the names of seeds (copies, for copies/seed-0 and copies/seed-1), or all names if there
+    is none."""
     if len(set(names)) == 1:
         return names[0]
     same = [len(set(letters)) == 1 for letters in zip(*names, strict=False)]
@@ -222,7 +223,7 @@ def shared(names: Sequence[str]) -> str:
 
 
 def comparisons(asked: Sequence[Asked]) -> list[Comparison]:
-    """Compare every group with the first of its suite. All suites are one family of what is compared."""
+    """Compare every group with the first of its suite; all suites are one family for Holm's correction."""
     out = []
     for suite in dict.fromkeys(group.suite for group in asked):
         first, *others = [group for group in asked if group.suite == suite]
@@ -283,7 +284,7 @@ def score(part: Part, items: Sequence[Item], suite: str = "") -> Score:
 
 
 def read_arms(groups: Sequence[Sequence[Path]]) -> dict[str, list[Run]]:
-    """Read the runs of each group, by a name: what the runs' names have in common, or all of them."""
+    """Read the runs of each group, by the common part of their names, or by all of them."""
     by_all = read_runs(groups)
     short = [shared([run.name for run in runs]) for runs in by_all.values()]
     names = [name if short.count(name) == 1 else long for name, long in zip(short, by_all, strict=True)]
@@ -302,7 +303,7 @@ def arm(runs: Sequence[Run], losses: Losses | None) -> Arm:
 
 
 def losses_of(arms: Arms) -> Losses | None:
-    """Compare the losses of all arms with the first; None unless all have a validation set in common."""
+    """Compare the losses of all arms with the first; return None unless all share a validation set."""
     sets = [set(run.losses) for runs in arms.values() for run in runs]
     if len(arms) < 2 or not set.intersection(*sets):
         return None
@@ -336,7 +337,7 @@ def named(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
 
 
 def plans(sides: Sequence[Sequence[Path]]) -> dict[str, Rows]:
-    """Return the plan of each folder, once where the seeds of a group have one."""
+    """Return the plan of each folder, once if the seeds of a group share it."""
     every = [folder for folders in sides for folder in folders]
     names = [folder.name for folder in every]
     out: dict[str, Rows] = {}
@@ -351,7 +352,7 @@ def plans(sides: Sequence[Sequence[Path]]) -> dict[str, Rows]:
 
 
 def plan_rows(folder: Path) -> Rows:
-    """Return the table that `upcycle plan` prints, or what is left of it where the dense model is not at hand."""
+    """Return the table of `upcycle plan`, without sizes if the dense model is not here."""
     if rows := standalone.plan_rows(folder):
         return rows
     manifest = read_manifest(folder)
@@ -369,20 +370,19 @@ def plan_rows(folder: Path) -> Rows:
 
 
 def at_hand(name: str) -> Checkpoint:
-    """Open the folder of a dense model, never the hub's: a manifest may name any repository, and a report fetches
-    none."""
+    """Open the folder of a dense model, and never the hub, because a manifest may name any repository."""
     if not name or not Path(name).is_dir():
-        raise ValueError(f"{name!r} is no folder here, and a report fetches no model")
+        raise ValueError(f"{name!r} is not a folder here, and a report does not fetch models")
     return Checkpoint(Path(name))
 
 
-# ---- where the numbers come from
+# ---- sources of the numbers
 
 
 def sources(facts: Facts) -> Iterator[tuple[str, Rows]]:
-    """Yield what each model was asked with, each arm was trained with, and each file of routing is of."""
+    """Yield the settings of each evaluation and each training, and the model of each routing file."""
     found = set[str]()
-    for run in facts.models:  # seeds may have one name
+    for run in facts.models:  # seeds may share a name
         title = f"{run.model.name}, {run.suite}"
         title = title if title not in found else f"{title} ({run.model.source})"
         found.add(title)

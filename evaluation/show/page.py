@@ -1,7 +1,7 @@
-"""Build a page out of sections and blocks; page.html makes HTML of it (`rendered`).
+"""Build a page from sections and blocks; page.html turns it into HTML (`rendered`).
 
-A page stands alone: no script, no font and no picture is fetched, and a policy in its head forbids it. jinja2 escapes
-every text, so nobody's text becomes markup.
+A page fetches no script, no font and no picture, and a policy in its head forbids it. jinja2 escapes every text, so no
+text becomes markup.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose first column names a row; columns of numbers are aligned right."""
+    """Hold a table whose first column names the row; columns of numbers are aligned right."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -47,7 +47,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Legend:
-    """Names with the line of their series; nothing for a single name."""
+    """Show names with the line of their series; nothing for a single name."""
 
     series: Mapping[str, int]
 
@@ -100,7 +100,7 @@ class Page:
 
 
 class Palette(dict[str, int]):
-    """Series by name, the same in every picture; a new name gets the next one."""
+    """Give each name the same series in every picture; a new name gets the next one."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         super().__init__((name, number) for number, name in enumerate(dict.fromkeys(names)))
@@ -131,7 +131,7 @@ def template() -> Template:
 
 
 def minus(text: str) -> str:
-    """Return the text with minus signs, where a hyphen before a digit is too short for one."""
+    """Return the text with minus signs in place of hyphens before digits."""
     return HYPHEN.sub("−", text)
 
 

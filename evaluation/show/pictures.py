@@ -1,9 +1,9 @@
-"""Pictures for a page, which page.html draws as SVG: curves, intervals, heat maps. No script, nothing fetched.
+"""Prepare pictures that page.html draws as SVG without scripts: curves, intervals, heat maps.
 
-The SVG holds marks alone and stretches with the page; every word next to it is HTML, so text keeps its size on a phone.
-Colours are classes: page.css says what they are in light and in dark. s0, s1, ... are series (Okabe-Ito's, told apart
-by all eyes, and by their dashes); h0 ... h8 go from far below 1 over 1 to far above; q0 ... q8 from none to most.
-matplotlib would be a hard dependency, and its SVG neither stretches nor follows the reader's light and dark.
+The SVG holds only marks and stretches with the page; words are HTML next to it, so text keeps its size on a phone.
+Colours are classes, which page.css defines for light and dark. s0, s1, ... are series (Okabe and Ito's colours, safe
+for colour-blind readers, and dashes); h0 ... h8 go from far below 1 through 1 to far above; q0 ... q8 from none to
+most. We do not use matplotlib here, because its SVG neither stretches nor follows the reader's light and dark.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from functools import cached_property
 
 from evaluation.show.page import Folded, Table, minus
 
-SERIES = 12  # classes of series in page.css: six colours, and again with other dashes
+SERIES = 12  # classes of series in page.css: six colours, then the same with other dashes
 BINS = 9  # classes of colour in a heat map
-START = 0.1  # share of a curve's x whose values may be cut off
-POINTS = 400  # a curve has no more; a screen shows no more
-Marks = list[tuple[float, str]]  # places from 0 to 1 along an axis, and what stands there
+START = 0.1  # share of a curve's start whose values may be cut off
+POINTS = 400  # points of a curve, as many as a screen shows
+Marks = list[tuple[float, str]]  # places from 0 to 1 along an axis, and their labels
 
 
 # ---- scales
@@ -37,7 +37,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def span(values: Sequence[float], pad: float = 0.06, least: float = 0.0) -> tuple[float, float]:
-    """Return the values' range with a margin, so that no mark touches the frame."""
+    """Return the range of the values with a margin, so that no mark touches the frame."""
     low, high = min(values), max(values)
     width = max(high - low, least, abs(high) * 1e-6, 1e-12)
     middle = (low + high) / 2
@@ -65,7 +65,7 @@ class Curve:
     series: int
     x: Sequence[float]
     y: Sequence[float]
-    faint: Sequence[float] = ()  # y before it was smoothed
+    faint: Sequence[float] = ()  # y before smoothing
     dots: bool = False
     low: Sequence[float] = ()  # of a band around y
     high: Sequence[float] = ()
@@ -77,7 +77,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines over a common x."""
+    """Hold lines over a common x."""
 
     title: str
     unit: str
@@ -100,7 +100,7 @@ class Curves:
         return [(place(t, *self.y_ends), short(t)) for t in ticks(*self.y_ends, 4)]
 
     def points(self, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
-        """Return each point in thousandths of the picture; SVG counts down."""
+        """Return each point in thousandths of the picture, with y from the top."""
         places = ((place(x, *self.x_ends), 1 - place(y, *self.y_ends)) for x, y in zip(xs, ys, strict=True))
         return [f"{1000 * x:.0f} {1000 * y:.0f}" for x, y in places]
 
@@ -111,15 +111,15 @@ class Curves:
         return self.path([*curve.x, *reversed(curve.x)], [*curve.high, *reversed(curve.low)]) + "z"
 
     def dots(self, curve: Curve) -> str:
-        """Return lines of no length with round ends: dots, however the picture is stretched."""
+        """Return dots as lines of no length with round ends, which stay round when the picture stretches."""
         return "".join(f"M{point}h0" for point in self.points(curve.x, curve.y))
 
 
 def curves(
     title: str, unit: str, x_unit: str, found: Sequence[Curve], *, y_zero: bool = False, start: bool = True
 ) -> Curves | None:
-    """Return a picture of the curves; None without any. A start far above the rest is cut off, with ↑, where x has a
-    `start`: a first layer is as good as any other."""
+    """Return a picture of the curves, or None if there are none. Cut off a start far above the rest, with ↑, if x has a
+    `start`; layers have none."""
     found = [thinned(curve) for curve in found if len(curve.x)]
     if not found:
         return None
@@ -148,7 +148,7 @@ def thinned(curve: Curve) -> Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """A value with its interval on one line of a forest."""
+    """Hold a value and its interval on a line of a forest."""
 
     series: int
     value: float
@@ -156,7 +156,7 @@ class Mark:
     high: float
     text: str
     faded: bool = False
-    name: str = ""  # whose value it is, which else the colour alone says
+    name: str = ""  # the name of the value's owner, next to its colour
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class ForestRow:
 
 @dataclass(frozen=True)
 class Forest:
-    """A line a row: label, dots with their intervals on a common scale, numbers."""
+    """Draw one line for each row: label, dots with their intervals on a common scale, numbers."""
 
     rows: Sequence[ForestRow]
     factor: float = 1.0  # of the axis: 100 for per cent
@@ -181,7 +181,7 @@ class Forest:
     def ends(self) -> tuple[float, float]:
         values = [v for row in self.rows for m in row.marks for v in (m.low, m.high)]
         values += [row.chance for row in self.rows if row.chance is not None] + ([0.0] if self.zero else [])
-        return span(values, least=1e-9 if max(values) > min(values) else 1.0)  # where nothing differs, a calm axis
+        return span(values, least=1e-9 if max(values) > min(values) else 1.0)  # a plain axis if nothing differs
 
     @property
     def marks(self) -> Marks:
@@ -205,7 +205,7 @@ def sequential(highest: float) -> Callable[[float], int]:
 
 @dataclass(frozen=True)
 class Heat:
-    """A column an expert, a cell a number, and below the picture a table of the numbers."""
+    """Draw one column for each expert, one cell for each number, and a table of the numbers below."""
 
     title: str
     unit: str
@@ -213,7 +213,7 @@ class Heat:
     rows: Sequence[str]
     bin_of: Callable[[float], int]
     palette: str
-    every: int = 0  # a hair line after so many columns, which belong together
+    every: int = 0  # a thin line after this many columns, which belong together
 
     @property
     def width(self) -> int:
@@ -225,7 +225,7 @@ class Heat:
 
     @property
     def cells(self) -> list[tuple[int, str]]:
-        """Return a path a colour, of all its cells."""
+        """Return one path for each colour, with all its cells."""
         found: dict[int, list[str]] = {}
         for value, y, x in self.known:
             found.setdefault(self.bin_of(value), []).append(f"M{x} {y}h1v1h-1z")
@@ -262,7 +262,7 @@ class Heat:
 
 @dataclass(frozen=True)
 class Scale:
-    """The colours of a heat map, and what some of them mean."""
+    """Explain the colours of a heat map."""
 
     palette: str
     labels: Mapping[int, str]

@@ -1,8 +1,8 @@
-"""Show what came of it on one page: scores, differences, losses, how experts are used, the plan, where it is from.
+"""Show results on one page: scores, differences, losses, use of experts, the plan, and the source of each number.
 
-Each path is what it is found to be: a folder of `upcycle eval`, of `upcycle train` (metrics.jsonl), of `upcycle
-convert` (upcycle.json), or a file of `upcycle routing`; a folder may be two of these. The first of a kind is what the
-others are compared with. Groups are as `compare` has them. Of one run each the page calls nothing better.
+A path is a folder of `upcycle eval`, of `upcycle train` (metrics.jsonl), of `upcycle convert` (upcycle.json), or a file
+of `upcycle routing`; a folder may be two of these. The others are compared with the first of each kind. Groups work as
+in `compare`. With one run each the page gives no verdict.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from upcycle.converting.card import inert
 from upcycle.io import publish
 from upcycle.io.disk import check_own, sweep, write_atomic
 
-# what is in the files that a report consists of, by their suffix
+# the content of a report's files, by suffix
 MARKS = {".html": MARK, ".md": rb"\A# .*\n\n\d{4}-\d\d-\d\d \d\d:\d\d UTC\n", ".json": rb'\A\{"opening": '}
-PICTURES = (".png", ".pdf", ".svg")  # of trainings alone
+PICTURES = (".png", ".pdf", ".svg")  # for trainings only
 
 
 def report(
     groups: Sequence[str | Sequence[str]], output: str | Path = "report.html", title: str = "Upcycling report"
 ) -> list[str]:
-    """Write a page of all that lies in these folders, or a picture of trainings. Return what the page says.
+    """Write a page about these folders, or a picture of trainings; return the facts of the page.
 
     `output` ends in .html, whose .md and .json come with it; or in .png, .pdf or .svg for plots of trainings.
     """
@@ -65,7 +65,7 @@ def write(output: Path, facts: Facts) -> None:
 
 
 def as_json(facts: Facts) -> dict[str, Any]:
-    """Return the facts as strict JSON: nan and infinity are null; a run is its name and its log."""
+    """Return the facts as strict JSON, with null for nan and infinity, and each run as its name and log."""
     said = {"opening": opening(facts), "verdicts": verdicts(facts)}
     runs = [{"name": run.name, "rows": run.rows} for mine in facts.trained.values() for run in mine]
     models = tuple(replace(model, items=()) for model in facts.models)
@@ -105,7 +105,7 @@ def markdown_lines(facts: Facts) -> Iterator[str]:
 
 
 def titled(title: str, rows: Sequence[Sequence[str]], head: Sequence[str] = ("", "")) -> Iterator[str]:
-    """Yield a table in Markdown under its title."""
+    """Yield a Markdown table under its title."""
     yield from ("", f"## {inert(title)}", "", cells(head), "|---" * len(head) + "|", *map(cells, rows))
 
 

@@ -32,8 +32,8 @@ from evaluation.show.trained import cost_section, experts_section, loss_section
 from training.observe import plots
 
 EXAMPLES = 12  # flipped items shown
-SHOWN_PAIRS = 3  # layers whose pairs of experts are drawn
-RATIOS = {0: "≤ ¼", 2: "½", 4: "1", 6: "2", 8: "≥ 4"}  # what the colours of diverging() mean
+SHOWN_PAIRS = 3  # layers whose expert pairs are drawn
+RATIOS = {0: "≤ ¼", 2: "½", 4: "1", 6: "2", 8: "≥ 4"}  # the meaning of diverging()'s colours
 
 
 def page(facts: Facts) -> Page:
@@ -68,7 +68,7 @@ def page(facts: Facts) -> Page:
 def tiles(facts: Facts) -> Iterator[Tile]:
     for found in facts.comparisons:
         headlines = [d for d in found.differences if d.headline]
-        for d in headlines[:2]:  # the suite's first: chosen by their p, they would be those that chance made large
+        for d in headlines[:2]:  # the suite's first ones: a choice by p would show those that chance made large
             values = f"{found.a.name} {number(d.a, d.metric)}, {found.b.name} {number(d.b, d.metric)}"
             about = f"{d.title}{facts.of_suite(found.suite)}, {found.b.name} − {found.a.name}"
             detail = f"{words.unit(d.metric)}, {d.verdict}; {values}"
@@ -92,7 +92,7 @@ def tiles(facts: Facts) -> Iterator[Tile]:
 
 
 def panels(found: Iterable[Any]) -> dict[tuple[str, bool], list[Any]]:
-    """Return scores or differences by (unit, headline): those that share an axis, headlines apart from their parts."""
+    """Return scores or differences by (unit, headline), so that each panel has one axis, and headlines stand apart."""
     out: dict[tuple[str, bool], list[Any]] = {}
     for row in found:
         unit = "per cent" if is_share(row.metric) else row.metric.replace("_", " ")
@@ -101,7 +101,7 @@ def panels(found: Iterable[Any]) -> dict[tuple[str, bool], list[Any]]:
 
 
 def panel(unit: str, group: list[Any], rows: list[ForestRow], *, zero: bool = False) -> list[Any]:
-    """Return a picture of headlines, which is open, or of their parts, which is folded."""
+    """Return an open picture of headlines, or a folded one of their parts."""
     title, share = f"{unit}, {better(group[0].higher_is_better)}", is_share(group[0].metric)
     picture = Forest(rows, 100.0 if share else 1.0, 3 if share else 4, zero)
     return [Text(title, "unit"), picture] if group[0].headline else [Folded(f"{len(rows)} parts; {title}", [picture])]
@@ -126,7 +126,8 @@ def scores_section(facts: Facts, color: Palette) -> Section:
         "Scores",
         "Each model on its own: a dot is the score, its bar the 95 % interval over items (bootstrap). "
         + "Of several seeds a dot is their mean, and its bar goes from the lowest to the highest. " * seeds
-        + "A dotted line is what guessing gives. Bars that overlap may still hide a difference; the next section looks "
+        + "A dotted line is the score of guessing. Bars that overlap may still hide a difference; the next section "
+        "looks "
         "at pairs.",
         blocks,
     )
@@ -154,10 +155,11 @@ def differences_section(facts: Facts, color: Palette) -> Section:
     counts = [sum(d.headline == h for c in facts.comparisons for d in c.differences) for h in (True, False)]
     return Section(
         "Differences",
-        "All answered the same items. Bars are 95 % intervals over seeds, paired, and a verdict is by p over seeds, "
-        f"corrected by Holm for {counts[0]} headline and {counts[1]} part comparisons. Of one run each there is no "
-        "verdict: bars are then over items, clustered by the file, passage or document that they are of, for these "
-        "very models. Pale is what chance could be.",
+        "All models answered the same items. Bars are paired 95 % intervals over seeds, and a verdict follows from "
+        "p over seeds, "
+        f"corrected by Holm for {counts[0]} headline and {counts[1]} part comparisons. One run each gives no "
+        "verdict: then the bars are over items, clustered by their file, passage or document, for these same "
+        "models. Pale means that chance could explain it.",
         blocks,
     )
 
@@ -176,7 +178,7 @@ def flips_section(facts: Facts) -> Section:
         blocks.append(Table(("", "item", "right", "wrong answer", "swing"), rows))
     return Section(
         "What flipped",
-        "Items that one model has right and the other wrong, those first where the right choice moved most against the "
+        "Items that only one model has right, sorted by how far the right choice moved against the "
         "best wrong one (swing, in nats of log-probability).",
         blocks,
     )
@@ -196,7 +198,7 @@ def losses_section(facts: Facts, color: Palette) -> Section:
         training.append(Curve(run.name, color[run.arm], x, plots.smoothed(y), faint=y))
     return loss_section(
         facts.arms, facts.curves, facts.differences, [MEAN], next(iter(facts.arms), ""), color,
-        about="A pale line is each logged interval, the strong one over it is smoothed. ↑: the first steps lie above "
+        about="The pale line has each logged interval; the strong line is smoothed. ↑: the first steps are above "
         "the frame.",
         first=[curves("Training loss", "nats a token", "tokens", training)],
         last=loss_tables(facts, facts.losses) if facts.losses else [],
@@ -204,7 +206,7 @@ def losses_section(facts: Facts, color: Palette) -> Section:
 
 
 def loss_tables(facts: Facts, losses: Losses) -> list[Any]:
-    """Return the tables at equal tokens and at equal FLOPs."""
+    """Return the tables of losses at equal tokens and at equal FLOPs."""
     at = {"tokens": f"{short(losses.tokens)} tokens each", "FLOPs": f"{short(losses.flops or 0)} FLOPs each"}
     tables = []
     for what, by_run in losses.sides.items():
@@ -214,15 +216,16 @@ def loss_tables(facts: Facts, losses: Losses) -> list[Any]:
             tables.append(Captioned(f"At {equal(facts, what, name)}", at[what], table))
     midway = tuple(dict.fromkeys(name for names in losses.midway.values() for name in names))
     note = (
-        "Means over seeds. A verdict is of the mean of all sets, by p over seeds, corrected by Holm for all such "
-        "means; of one run each there is none: another seed would give other digits. Between two validations the loss "
-        "is taken on the straight line. FLOPs are those of continued training alone."
+        "Means over seeds. A verdict is about the mean of all sets, by p over seeds, corrected by Holm for all such "
+        "means; one run each gives none, because another seed would give other digits. Between two validations the "
+        "loss "
+        "is interpolated. FLOPs count only the continued training."
     )
     return [Grid(tables, "tables"), Text(f"{note} {words.midway(midway)}" if midway else note, "note")]
 
 
 def islands_section(facts: Facts, color: Palette) -> Section:
-    """Show what islands have told each other, how old it was, what still waits, and how fast each is."""
+    """Show what islands exchanged, how old it was, what still waits, and the speed of each."""
     runs = [run for run in every(facts) if run.points(plots.ISLANDS[0][0])[1]]
     pictures = []
     for key, title, unit in plots.ISLANDS:
@@ -239,8 +242,8 @@ def keys_section(facts: Facts) -> Section:
             blocks.append(Folded(f"{arm}: commands", [Text(text, "code")]))
     return Section(
         "How they were trained",
-        "Every key of the configs that differs between two of the runs, seed by seed where it does so within a group; "
-        "and the command that trains each, with all that is not a default.",
+        "Every config key that differs between two runs, seed by seed if it differs within a group; "
+        "and the command that trains each run, with all keys that are not defaults.",
         blocks,
     )
 
@@ -260,17 +263,17 @@ def routing_section(facts: Facts, color: Palette) -> Section:
     blocks: list[Any] = [color.legend(facts.routing), Grid(pictures)] if facts.routing else []
     if any(found["granularity"] > 1 for found in facts.routing.values()):
         chances = ", ".join(f"{f['chance_of_whole_groups']:.2g} in {name}" for name, f in facts.routing.items())
-        blocks.append(Text(f"Experts drawn at random are whole groups this often: {chances}.", "note"))
+        blocks.append(Text(f"Random experts are whole groups with this probability: {chances}.", "note"))
     return Section(
         "Experts",
-        "How the routers use the experts on text of each domain, and how far the experts have come from the dense FFN "
-        "that they are copies of. Nothing is dropped and nothing is padded here.",
+        "How routers use the experts on each domain's text, and how far the experts have moved from the dense FFN "
+        "that they copy. Nothing is dropped or padded here.",
         [*blocks, *(block for name, found in facts.routing.items() for block in expert_maps(name, found))],
     )
 
 
 def expert_maps(name: str, found: dict[str, Any]) -> Iterator[Any]:
-    """Yield heat maps of the load, of pairs, and of how far each expert moved."""
+    """Yield heat maps of the load, of expert pairs, and of the distance that each expert moved."""
     layers, parts = [str(row["layer"]) for row in found["layers"]], found["granularity"]
     yield Text(f"{name}: {found['experts']} experts, top-{found['top_k']}")
     yield Scale("h", RATIOS, "load of an expert / mean load")
@@ -282,11 +285,11 @@ def expert_maps(name: str, found: dict[str, Any]) -> Iterator[Any]:
         maps = ((f"Pairs in layer {layers[i]}", found["together"][i]) for i in chosen)
         yield Scale("h", RATIOS, "chosen together / if choices were independent")
         yield Grid([Heat(title, unit, table, experts, diverging, "h", parts) for title, table in maps])
-    else:  # too many experts to draw each pair: the strongest one of each layer
+    else:  # too many experts to draw each pair, so draw the strongest pair of each layer
         pairs = [(row["layer"], *row["pairs"][0]) for row in found["layers"] if row["pairs"]]
         rows = [(f"layer {layer}", f"{i} and {j}", f"{lift:.1f} times") for layer, i, j, lift in pairs]
         yield Table(("", "most often together", "as often as if independent"), rows) if rows else None
     moved = [row["moved"] for row in found["layers"] if "moved" in row]
     if (highest := max((value for row in moved for value in row), default=0.0)) > 0:
-        yield Scale("q", {0: "0", 8: f"{highest:.2g}"}, "|expert − what it was| / |what it was|")
+        yield Scale("q", {0: "0", 8: f"{highest:.2g}"}, "|expert − its start| / |its start|")
         yield Grid([Heat("How far each moved", "rows are layers", moved, layers, sequential(highest), "q", parts)])

@@ -1,4 +1,4 @@
-"""Say in sentences what follows from the facts of a report."""
+"""Write the conclusions of a report as sentences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evaluation.judge.words import is_share, number, p_text, signed
 from evaluation.show.facts import Facts
 from training.observe.metrics import duration
 
-HEADLINES = 3  # up to so many have a sentence each; more share one that counts their verdicts
+HEADLINES = 3  # up to this many headlines get a sentence each; more share one sentence that counts verdicts
 SAYS = {"better": "is better than", "worse": "is worse than", "no difference shown": "is not shown to differ from"}
 
 
@@ -22,7 +22,7 @@ def opening(facts: Facts) -> str:
     """Say the effect, its interval over seeds and its cost in one sentence."""
     every = list(effects(facts))
     if not every:
-        return "Nothing is compared here: that needs two models asked the same suite, or two trainings."
+        return "Nothing is compared here: a comparison needs two models with the same suite, or two trainings."
     clauses = [f"{b} {SAYS.get(kind, 'next to')} {a}: {said}, {cost(facts, b, a)}" for b, a, _, kind, said in every]
     more, seeds = len(clauses) - HEADLINES, every[0][2]
     clauses = [*clauses[:HEADLINES], *([f"{more} more below"] if more > 0 else [])]
@@ -32,7 +32,7 @@ def opening(facts: Facts) -> str:
 
 
 def effects(facts: Facts) -> Iterator[tuple[str, str, int, str, str]]:
-    """Yield (model, the first, seeds, verdict, difference in words): of losses, else of the first suite's first
+    """Yield (model, the first, seeds, verdict, difference in words) for losses, or else for the first suite's first
     headline."""
     if losses := facts.losses:
         for name in losses.at_equal_tokens:
@@ -49,7 +49,7 @@ def effects(facts: Facts) -> Iterator[tuple[str, str, int, str, str]]:
 
 
 def cost(facts: Facts, b: str, a: str) -> str:
-    """Say what the training of b took next to that of a, up to where their losses are compared."""
+    """Write the training cost of b next to that of a, up to the point where their losses are compared."""
     if not {a, b} <= facts.arms.keys():
         return "at a cost that is not known here (give the folders of the trainings too)"
     ours, theirs = facts.arms[b], facts.arms[a]
@@ -65,7 +65,7 @@ def cost(facts: Facts, b: str, a: str) -> str:
 
 
 def equal(facts: Facts, what: str, name: str) -> str:
-    """Say what is equal of the first arm and this one, tokens or FLOPs, and whether a loss is interpolated for it."""
+    """Say which quantity is equal in both arms, tokens or FLOPs, and whether a loss is interpolated for it."""
     assert facts.losses is not None
     runs = {run for arm in (facts.losses.runs[0], name) for run in facts.arms[arm].runs}
     return f"equal {what}" + ", interpolated" * bool(runs & {*facts.losses.midway.get(what, ())})

@@ -1,4 +1,4 @@
-"""Show a study: the sections of its page, and the sentences that follow from it."""
+"""Show a study: the sections of its page, and its conclusions as sentences."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from evaluation.show.trained import cost_section, experts_section, loss_section
 from evaluation.studies.judging import LOSS, Contrast, Judged
 from evaluation.studies.plan import QUESTIONS
 
-UNEQUAL = 0.02  # share by which what a question holds equal may differ without a word
+UNEQUAL = 0.02  # the quantity that a question holds equal may differ by this share without a warning
 
 
 def page(
     title: str, made: str, judged: Judged, commands: Mapping[str, str], versions: Mapping[str, str],
     missed: Sequence[str],
 ) -> Page:  # fmt: skip
-    """Return the page of a study. `missed`: a sentence for each run that failed."""
+    """Return the page of a study; `missed` has a sentence for each run that failed."""
     arms, color = judged.arms, Palette(judged.arms)
     finished = sum(run.finished for run in judged.outcomes)
     sets = "; ".join(f"{name} is the mean of {', '.join(inside)}" for name, inside in judged.means.items())
@@ -44,7 +44,7 @@ def page(
     return Page(title, by, tiles(judged), [*sentences(judged), *missed], sections)
 
 
-# ---- in words
+# ---- sentences
 
 
 def headlines(judged: Judged) -> list[Contrast]:
@@ -64,7 +64,7 @@ def tiles(judged: Judged) -> list[Tile]:
 
 
 def judgement(c: Contrast) -> str:
-    """Write the interval over seeds and the verdict, and warn where what a question holds equal came out unequal."""
+    """Write the interval over seeds and the verdict, and warn if the quantity that should be equal is not."""
     return words.judgement(c.difference, partial(signed, metric=c.unit), c.higher_is_better) + uneven(c)
 
 
@@ -81,11 +81,11 @@ def sentences(judged: Judged) -> Iterator[str]:
         )
     yield from families(headlines(judged))
     if not headlines(judged):
-        yield "No two arms have finished a seed that they share, so nothing is compared yet."
+        yield "No two arms have finished the same seed, so nothing is compared yet."
 
 
 def families(found: Sequence[Contrast]) -> Iterator[str]:
-    """Say how many comparisons share Holm's correction."""
+    """Say how many comparisons Holm's correction counts."""
     if (count := max((c.difference.family for c in found), default=1)) > 1:
         yield f"p is corrected by Holm for {count} comparisons."
 
@@ -100,9 +100,10 @@ def differences_section(judged: Judged, color: Palette) -> Section:
         blocks.append(Folded(f"Each validation set by itself: {len(parts)} differences", forests(parts, color)))
     return Section(
         "Differences",
-        "Of final validation losses, in nats a token; lower is better. Two runs of a seed read the same samples in the "
-        "same order; a dot is the mean of their differences, its bar Student's 95 % interval over seeds. A verdict is "
-        "by p over seeds; Holm corrects the means together, and the single sets together. At equal FLOPs and at equal "
+        "Final validation losses in nats a token; lower is better. Two runs of a seed read the same samples in the "
+        "same order; a dot is the mean of their differences, and its bar is Student's 95 % interval over seeds. A "
+        "verdict is "
+        "by p over seeds; Holm corrects the means together, and the single sets together. At equal FLOPs and equal "
         "seconds the other arm is a run of its own with its own whole schedule.",
         blocks,
     )
@@ -148,7 +149,7 @@ def suites_section(judged: Judged, color: Palette) -> Section:
         ]
     return Section(
         "Suites",
-        "Before: the model that an arm began with; of an upcycled one the dense model, which is the same function. "
+        "Before: the model that an arm began with; for an upcycled model the dense one, which is the same function. "
         "After: mean over seeds. Intervals are over seeds, paired by seed where two arms are compared; Holm corrects "
         "all changes together, and all comparisons of arms together.",
         blocks,

@@ -1,4 +1,4 @@
-"""Sections about trainings, of reports and of studies: losses, experts as training logs them, cost."""
+"""Make the sections about trainings for reports and studies: losses, experts, cost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evaluation.show.pictures import Curve, Curves, curves, short
 from training.observe.metrics import duration
 
 AXES = (("tokens", "tokens"), ("flops", "FLOPs of continued training"), ("seconds", "seconds of training"))
-OF_LAYERS = {  # what is measured of a layer -> title, unit, whether from zero
+OF_LAYERS = {  # a layer's measure -> title, unit, whether the axis starts at zero
     "max_over_mean": ("Fullest expert", "its load / the mean", False),
     "entropy": ("Entropy of the load", "1: balance", False),
     "whole": ("Whole FFNs", "share of tokens whose choice is a whole FFN", True),
@@ -27,9 +27,9 @@ def loss_section(
     arms: Iterable[str], drawn: Bands, differences: Bands, heads: Iterable[str], control: str, color: Palette, *,
     about: str = "", first: Sequence[Curves | None] = (), last: Sequence[Any] = (),
 ) -> Section:  # fmt: skip
-    """Show validation losses by tokens, FLOPs and seconds, and by tokens how far they lie from the control's.
+    """Show validation losses by tokens, FLOPs and seconds, and their difference to the control by tokens.
 
-    `heads`: the names of the sets and means that are open; the others are folded. `first`, `last`: what stands around.
+    `heads` names the sets and means to show open; the others are folded. `first` and `last` are blocks around them.
     """
     made = {name: loss_pictures(name, of, differences.get(name, ()), control, color) for name, of in drawn.items()}
     pictures = [*first, *(picture for name in heads for picture in made.pop(name, ()))]
@@ -39,8 +39,9 @@ def loss_section(
         blocks.append(Folded(f"Each validation set by itself: {', '.join(made)}", [Grid(folded)]))
     return Section(
         "Loss",
-        "Dots are validations, of several seeds their mean, with a band from the lowest seed to the highest; of a "
-        f"difference the band is the 95 % interval over seeds (none with fewer than {LEAST}). Seconds are those of "
+        "Dots are validations; with several seeds they are the mean, with a band from the lowest seed to the "
+        "highest. For a "
+        f"difference the band is the 95 % interval over seeds (none with fewer than {LEAST}). Seconds count "
         f"training steps, without validation. {about}",
         [*blocks, *last],
     )
@@ -57,7 +58,7 @@ def loss_pictures(
 
 
 def lines(bands: Sequence[Band], axis: str, color: Palette) -> list[Curve]:
-    """Return the bands over an axis; none where it was not logged."""
+    """Return the bands over an axis; empty if it was not logged."""
     return [
         Curve(b.arm, color[b.arm], [getattr(at, axis) for at in b.spent], b.mean, (), True, b.low, b.high)
         for b in bands
@@ -66,7 +67,7 @@ def lines(bands: Sequence[Band], axis: str, color: Palette) -> list[Curve]:
 
 
 def experts_section(layers: Mapping[str, Mapping[str, Mapping[int, float]]], overall: Bands, color: Palette) -> Section:
-    """Show what training logs of the routers: by layer at the last logged step, and as training goes on."""
+    """Show the routers' logs: by layer at the last logged step, and over the training."""
     pictures = []
     for what, by_arm in layers.items():
         title, unit, zero = OF_LAYERS.get(what, (what.replace("_", " "), "", False))
@@ -82,15 +83,16 @@ def experts_section(layers: Mapping[str, Mapping[str, Mapping[int, float]]], ove
     arms = dict.fromkeys(arm for by_arm in layers.values() for arm in by_arm)
     return Section(
         "Experts in training",
-        "As training logs them, mean over seeds: by layer at the last logged step, and as training goes on. A choice "
-        "is whole if it has every slice of a dense FFN equally often, of whatever copies; another is no FFN that was "
+        "Means over seeds from the training logs: by layer at the last logged step, and over the training. A choice "
+        "is whole if it has every slice of a dense FFN equally often, from any copies; any other choice is not an "
+        "FFN that was "
         "ever trained.",
         [color.legend(arms), Grid(pictures)] if any(pictures) else [],
     )
 
 
 def cost_section(arms: Arms) -> Section:
-    """Show what each arm spent."""
+    """Show the cost of each arm."""
     rows = []
     for arm, runs in arms.items():
         spent = {name: mean(getattr(run.spent, name) for run in runs) for name in ("tokens", "flops", "seconds")}
@@ -105,13 +107,14 @@ def cost_section(arms: Arms) -> Section:
     head = ("", "runs", "steps", "tokens", "FLOPs a token", "FLOPs so far", "time so far", "tokens/s", "memory, GB")
     return Section(
         "What it took",
-        "Continued training, mean over seeds, memory the most. A token's FLOPs are forward and backward of matrices "
-        "and causal attention; of what is frozen, without gradients of its own. Time is that of training steps; runs "
+        "Continued training: means over seeds, and the largest memory. A token's FLOPs are forward and backward of "
+        "matrices "
+        "and causal attention, without weight gradients of frozen weights. Time counts training steps; runs "
         "that share a device or a processor slow each other.",
         [Table(head, rows)] if rows else [],
     )
 
 
 def some(value: float) -> str:
-    """Write a number in few digits; nothing for 0, which was not logged."""
+    """Write a number in few digits; nothing for 0, which means that it was not logged."""
     return short(value) if value else ""

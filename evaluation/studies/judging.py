@@ -1,14 +1,14 @@
 """Judge the runs of a study: figures of each run, differences paired by seed, curves over seeds.
 
-Three questions, each answered by an arm that ran a whole schedule of its own:
+A study answers three questions, each with an arm that ran its own whole schedule:
 
     tokens    an arm next to the control, on as many tokens
-    flops     an arm next to one that spent as many FLOPs: `match: flops`, or the control where a token costs the same
+    flops     an arm next to one that spent as many FLOPs: `match: flops`, or the control if a token costs the same
     seconds   an arm next to one that trained for as long: `match: seconds`
 
-Seconds are those of training steps as measured, without validation. Differences are of finished runs; a curve shows
-what is there. Verdicts are those of `compare`: by p over seeds, corrected by Holm, but for the one contrast that the
-study named (`primary`).
+Seconds are measured training steps without validation. Differences need finished runs; curves show all runs. Verdicts
+are those of `compare`: by p over seeds, corrected by Holm, except for the one contrast that the study named
+(`primary`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from training.observe import metrics
 from upcycle.config.reading import build
 from upcycle.io import strict
 
-SAME = 0.01  # share by which what is held equal may differ: a token's FLOPs by the router's, say
+SAME = 0.01  # the equal quantity may differ by this share, for instance a token's FLOPs by the router's
 LOSS = "nats a token"
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """The difference of a figure between two arms: arm - against, seed by seed."""
+    """Hold the difference of a figure between two arms, arm - against, seed by seed."""
 
     question: str
     what: str  # a mean of validation sets, a set, or a suite's task
@@ -44,9 +44,9 @@ class Contrast:
     against: str
     seeds: tuple[int, ...]
     value: float  # mean over these seeds
-    other: float  # the same of `against`
+    other: float  # the same for `against`
     difference: Paired
-    ratio: float  # of what is held equal: the arm's to the other's
+    ratio: float  # ratio of the equal quantity: the arm's to the other's
 
     @property
     def verdict(self) -> str:
@@ -54,20 +54,20 @@ class Contrast:
 
     @property
     def mark(self) -> Hashable:
-        """What is compared; at equal FLOPs it may be the very comparison at equal tokens."""
+        """Return a mark of the comparison; equal FLOPs and equal tokens may be the same comparison."""
         return self.what, self.arm, self.against
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Scores of a suite's task before and after training."""
+    """Hold the scores of a suite's task before and after training."""
 
     suite: str
     task: str
     metric: str
     higher_is_better: bool
-    before: Mapping[str, float]  # by arm, of the model that it began with
-    after: Mapping[str, tuple[float, ...]]  # by arm, a seed each
+    before: Mapping[str, float]  # by arm, for the model that it began with
+    after: Mapping[str, tuple[float, ...]]  # by arm, one for each seed
     change: Mapping[str, Paired]  # by arm
 
 
@@ -79,24 +79,26 @@ class Judged:
     outcomes: tuple[Run, ...] = ()
     contrasts: tuple[Contrast, ...] = ()
     curves: Mapping[str, tuple[Band, ...]] = field(default_factory=dict)  # by mean or set
-    differences: Mapping[str, tuple[Band, ...]] = field(default_factory=dict)  # to the control at equal tokens
-    layers: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)  # by what, by arm
+    differences: Mapping[str, tuple[Band, ...]] = field(
+        default_factory=dict
+    )  # differences to the control at equal tokens
+    layers: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)  # by measure, by arm
     overall: Mapping[str, tuple[Band, ...]] = field(default_factory=dict)  # by what
     kept: tuple[Kept, ...] = ()
 
     @property
     def arms(self) -> dict[str, list[Run]]:
-        """The runs of each arm that has begun."""
+        """Return the runs of each arm that has begun."""
         names = dict.fromkeys(run.arm for run in self.outcomes)
         return {arm: [run for run in self.outcomes if run.arm == arm] for arm in names}
 
 
 def judge(plan: Plan) -> Judged:
-    """Judge what is there of a study."""
+    """Judge the runs that a study has so far."""
     found = (outcome(arm, seed, plan.run_folder(arm, seed)) for arm in plan.arms for seed in sorted(plan.config.seeds))
     judged = Judged(plan.control, plan.means, plan.config.seeds, tuple(run for run in found if run))
     arms = judged.arms
-    # a curve ends where its shortest run does, so begun runs are left out where others are finished
+    # a curve ends with its shortest run, so unfinished runs are left out if others are finished
     drawn = {arm: [run for run in runs if run.finished] or runs for arm, runs in arms.items()}
     asked = list(questions(plan, arms))
     at_tokens = {plan.control, *(arm for question, arm, _ in asked if question == "tokens")}
@@ -131,7 +133,7 @@ def outcome(arm: str, seed: int, folder: Path) -> Run | None:
 
 
 def is_finished(config: TrainConfig, rows: Sequence[Row]) -> bool:
-    """Say whether all steps are made, and validation after the last one is logged."""
+    """Return whether all steps are done and the last validation is logged."""
     last = rows[-1] if rows else {"step": -1}
     return last["step"] >= config.steps and all(f"valid/{s.name}/loss" in last for s in config.data.valid)
 
@@ -143,7 +145,7 @@ Values = Mapping[int, float | None]  # of an arm, by seed
 
 
 def questions(plan: Plan, arms: Arms) -> Iterator[tuple[str, str, str]]:
-    """Yield (question, arm, the arm that it is compared with), of arms that have begun."""
+    """Yield (question, arm, the arm that it is compared with) for arms that have begun."""
     control = arms[plan.control][0] if plan.control in arms else None
     for name, (run, *_) in arms.items():
         if control and name != plan.control and not plan.arms[name].match and run.whole_tokens == control.whole_tokens:
@@ -158,13 +160,13 @@ def questions(plan: Plan, arms: Arms) -> Iterator[tuple[str, str, str]]:
 
 @dataclass(frozen=True)
 class Figure:
-    """What two arms are compared by."""
+    """Hold a figure that two arms are compared by."""
 
     what: str
     unit: str
     headline: bool
     higher_is_better: bool
-    grain: float = 0.0  # the least that two values can be apart
+    grain: float = 0.0  # the smallest step between two values
 
 
 def loss_contrasts(plan: Plan, arms: Arms, groups: Mapping[str, Sequence[str]]) -> Iterator[Contrast]:
@@ -192,8 +194,8 @@ def contrasts(plan: Plan, arms: Arms, of: Figure, values: Mapping[str, Values]) 
 
 
 def corrected(found: Sequence[Contrast], plan: Plan) -> Iterator[Contrast]:
-    """Correct the contrasts by Holm, but for the primary one: means of losses are a family, single sets another, and
-    suites a third."""
+    """Correct the contrasts by Holm, except the primary one: means of losses are a family, single sets another, suites
+    a third."""
     named = tuple(plan.config.primary.get(key) for key in ("at", "arm", "mean"))
     primary = next((c.mark for c in found if (c.question, c.arm, c.what) == named), None)
     for family in dict.fromkeys((c.unit == LOSS, c.headline) for c in found):
@@ -208,7 +210,7 @@ Answered = Mapping[str, Mapping[int, Mapping[tuple[str, str], Score]]]
 
 
 def answers(plan: Plan, arms: Arms) -> tuple[Answered, tuple[Kept, ...]]:
-    """Return (scores by arm and seed, the same next to the scores of the models that the arms began with)."""
+    """Return (scores by arm and seed, scores before and after training)."""
     suites = suites_of(plan)
     if not suites:
         return {}, ()

@@ -1,4 +1,4 @@
-"""Say how long the arms of a study train (equal tokens, equal FLOPs, equal seconds), and what they begin with."""
+"""Compute how long each arm of a study trains (equal tokens, FLOPs or seconds), and check its inputs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ INPUTS = "inputs.json"  # in the study's folder
 
 
 def flops(plan: Plan) -> dict[str, float]:
-    """Return the FLOPs of a token, forward and backward, by arm. Open the headers of each arm's data and model, which
-    finds what is missing."""
+    """Return the FLOPs of a token, forward and backward, by arm; open each arm's data and model, so that a missing one
+    shows."""
     costs = {}
     for name, arm in plan.arms.items():
         config = arm.config
@@ -30,7 +30,7 @@ def flops(plan: Plan) -> dict[str, float]:
             for part in parts:
                 if not (Path(part.path) / META).is_file():
                     raise ValueError(
-                        f"data.{kind}: {part.path} is no folder of token shards; make it with `upcycle prepare`, or "
+                        f"data.{kind}: {part.path} is not a folder of token shards; make it with `upcycle prepare`, or "
                         "write data=FOLDER where the config says ${data}"
                     )
         try:
@@ -42,7 +42,7 @@ def flops(plan: Plan) -> dict[str, float]:
 
 
 def check_inputs(plan: Plan) -> None:
-    """Write down digests of the models and data that are read. Raise a ValueError if runs have begun with others."""
+    """Write digests of the models and data; raise a ValueError if runs have begun with others."""
     file, found = plan.folder / INPUTS, {}
     for arm in plan.arms.values():
         config, made = arm.config, arm.config.model.upcycle or {}
@@ -58,14 +58,16 @@ def check_inputs(plan: Plan) -> None:
     for name, now in found.items():
         if known.get(name, now) != now:
             raise ValueError(
-                f"{name} is not what the runs in {plan.folder} began with, so they cannot be compared with what is "
-                "trained now; put it back, or write output=ANOTHER-FOLDER"
+                f"{name} differs from the one that the runs in {plan.folder} began with, so they cannot be compared "
+                "with runs "
+                "from now on; put it back, or write output=ANOTHER-FOLDER"
             )
     write_atomic(file, (json.dumps(known | found, indent=1) + "\n").encode())
 
 
 def steps(plan: Plan, costs: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, int]:
-    """Return the steps of each arm. costs: FLOPs of a token; seconds: of a step, where an arm is matched by them."""
+    """Return the steps of each arm; `costs` has the FLOPs of a token, `seconds` those of a step for arms matched by
+    time."""
     out = {}
     for name, arm in plan.arms.items():
         config, other = arm.config, plan.arms[arm.of or name].config
@@ -93,7 +95,7 @@ def timed(plan: Plan, arm: str) -> Trial:
 
 
 def described(plan: Plan, trials: Sequence[Trial], costs: Mapping[str, float]) -> str:
-    """Describe what will be run: steps, tokens and FLOPs of each arm."""
+    """Describe the runs to come: steps, tokens and FLOPs of each arm."""
     first = {trial.arm: trial.config for trial in reversed(trials)}
     width = max(map(len, plan.arms))
     lines = [f"{len(trials)} runs: {len(plan.arms)} arms, seeds {', '.join(map(str, plan.config.seeds))}"]

@@ -1,7 +1,8 @@
-"""Plan a study (`read_study`): arms and seeds, each pair a training config. Mistakes are found before training.
+"""Plan a study (`read_study`): each arm and seed is a training config, and mistakes are found before training.
 
-A trial is an arm with a seed. Its config is `config` (a ready one, if the arm or the base names it), over it the keys
-of `base`, over them the arm's own, over them what the study sets: output, steps of a matched arm, and the seeds.
+A trial is an arm with a seed. Its config starts from `config` (a ready one, if the arm or the base names it). The keys
+of `base` replace it, the arm's own replace those, and then the study sets output, seeds, and the steps of a matched
+arm.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from upcycle.plugin import nearest
 
 MATCHES = ("flops", "seconds")
 QUESTIONS = {"tokens": "equal tokens", "flops": "equal FLOPs", "seconds": "equal seconds"}
-OWN = ("config", "match", "of")  # keys of an arm that are not training's
-SET = ("output", "export", "seed", "data.seed", "model.upcycle.seed")  # set by the study, for each trial
+OWN = ("config", "match", "of")  # keys of an arm that are not training keys
+SET = ("output", "export", "seed", "data.seed", "model.upcycle.seed")  # the study sets these for each trial
 NAME = re.compile(r"\w[\w.-]*")
 ABOUT = """\
-# {name} of a study. Alone: upcycle train {file}
-# The order of the samples is a function of data.seed alone (training/data/mixture.py), so that all arms of a seed read
-# the same ones; seed is of random weights, model.upcycle.seed of the routers' rows and of what a method draws.
+# {name} of a study. To run it alone: upcycle train {file}
+# data.seed alone decides the order of the samples (training/data/mixture.py), so all arms of a seed read the same ones;
+# seed is for random weights, model.upcycle.seed for the routers' rows and the method's random numbers.
 """
 
 
@@ -45,25 +46,29 @@ class StudyConfig:
     )
 
     output: str = ""  # the study's folder: study.html, study.json, and in runs/ARM/seed-N each run
-    title: str = ""  # of the page; "": the folder's name
-    source: str = ""  # the dense checkpoint, a folder or hub id: what ${source} stands for in the other keys
-    data: str = ""  # a folder of folders of token shards: what ${data} stands for
+    title: str = ""  # the page's title; "": the folder's name
+    source: str = ""  # the dense checkpoint, a folder or hub id; other keys write it as ${source}
+    data: str = ""  # a folder of folders of token shards; other keys write it as ${data}
     sample: Any = field(default_factory=dict)  # keys of sample.py, which makes OUTPUT/sample/dense and .../tokens
-    base: Any = field(default_factory=dict)  # training keys that all arms share; `config`: a ready one to start from
-    # name: training keys, and `config`; `match: flops` (or seconds) and `of: ARM`, where its steps follow from those
+    base: Any = field(default_factory=dict)  # training keys of all arms; `config` names a ready one to start from
+    # name: training keys, and `config`; `match: flops` (or seconds) and `of: ARM` take the steps from another arm
     arms: Any = field(default_factory=dict)
-    control: str = ""  # the arm that the others are compared with; "": the first
-    seeds: tuple[int, ...] = (0, 1, 2)  # of the order of the data and of routers; an interval needs three
-    means: Any = field(default_factory=dict)  # name: validation sets, whose mean is a headline; {}: one of all sets
-    # the one comparison whose p is not corrected for the others, named before training: {arm: ARM, at: tokens | flops |
-    # seconds, mean: a name of `means`}; {}: none, so that all are corrected
+    control: str = ""  # the others are compared with this arm; "": the first
+    seeds: tuple[int, ...] = (0, 1, 2)  # seeds for the order of the data and for routers; an interval needs three
+    means: Any = field(
+        default_factory=dict
+    )  # name: validation sets, whose mean is a headline; {}: one mean of all sets
+    # the one comparison whose p is not corrected, named before training: {arm: ARM, at: tokens | flops | seconds,
+    # mean: a name of `means`}; {}: correct all
     primary: Any = field(default_factory=dict)
-    suites: tuple[Any, ...] = ()  # of `upcycle eval`, before and after: names, or keys with `suite`
-    timing: int = 30  # steps of the run that measures how fast an arm is, for match: seconds
+    suites: tuple[Any, ...] = ()  # suites of `upcycle eval`, before and after training: names, or keys with `suite`
+    timing: int = 30  # steps of the run that measures an arm's speed, for match: seconds
     workers: int = 1  # runs at once
-    devices: tuple[str, ...] = ()  # a CUDA_VISIBLE_DEVICES for each worker, in turn; (): as it is
-    keep: bool = True  # the last checkpoints; false: removed when a run is over, suites that come later train it again
-    judge: bool = False  # only make the page of what is there, also while the study runs
+    devices: tuple[str, ...] = ()  # a CUDA_VISIBLE_DEVICES for each worker, in turn; (): leave it as it is
+    keep: bool = (
+        True  # keep the last checkpoints; false: remove them after a run; a suite that is added later trains again
+    )
+    judge: bool = False  # only make the page from the runs so far; works while the study runs
 
     def __post_init__(self) -> None:
         values = {name: getattr(self, name) for name in ("sample", "base", "arms", "means", "primary")}
@@ -82,15 +87,15 @@ class StudyConfig:
 
 
 def sample_config(config: StudyConfig) -> SampleConfig:
-    """Return the config of what makes `sample`."""
+    """Return the config that makes `sample`."""
     return build(SampleConfig, {**config.sample, "output": str(Path(config.output) / "sample")}, "sample.")
 
 
 @dataclass(frozen=True)
 class Arm:
     name: str
-    values: Mapping[str, Any]  # training keys, without those that a trial sets
-    match: str = ""  # flops | seconds: steps follow from those of the arm `of`
+    values: Mapping[str, Any]  # training keys, except those that a trial sets
+    match: str = ""  # flops | seconds: the steps follow from the arm `of`
     of: str = ""
 
     @cached_property
@@ -121,12 +126,12 @@ class Trial:
         return build(TrainConfig, self.values)
 
     def write(self) -> None:
-        """Write the config next to the run's folder. Raise a ValueError if the run has begun with another one."""
+        """Write the config next to the run's folder; raise a ValueError if the run has begun with another one."""
         if (self.folder / METRICS).exists() and self.file.exists():
             before, now = asdict(build(TrainConfig, strict.read_yaml(self.file))), asdict(self.config)
             if key := changed(before, now):
                 raise ValueError(
-                    f"{self.folder} was trained with {key}={found(before, key)} and the study now says "
+                    f"{self.folder} was trained with {key}={found(before, key)} and the study now has "
                     f"{found(now, key)}; change it back, or remove that folder"
                 )
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +172,7 @@ def read_study(file: str, words: Sequence[str] = ()) -> Plan:
 def planned(config: StudyConfig) -> Plan:
     """Return the plan of a config. Raise a ValueError about the first thing that is wrong."""
     if len(config.arms) < 2:
-        raise ValueError(f"arms has {len(config.arms)} of them; a study compares two or more")
+        raise ValueError(f"arms has {len(config.arms)} entries; a study compares two or more")
     arms = {name: arm_of(config, str(name), own) for name, own in config.arms.items()}
     control = config.control or next(iter(arms))
     check_name("control", control, arms, "arm")
@@ -176,7 +181,8 @@ def planned(config: StudyConfig) -> Plan:
     sets = [valid.name for valid in arms[control].config.data.valid]
     if not sets:
         raise ValueError(
-            "base.data.valid names no validation set, and arms are judged by that; write base.data.valid=[FOLDER]"
+            "base.data.valid names no validation set, and a study judges arms by validation; write "
+            "base.data.valid=[FOLDER]"
         )
     means = {str(name): tuple(map(str, inside)) for name, inside in config.means.items()} or {"all": tuple(sets)}
     for name, inside in means.items():
@@ -194,7 +200,9 @@ def planned(config: StudyConfig) -> Plan:
 def check_name(key: str, name: Any, known: Any, what: str) -> None:
     """Raise a ValueError unless a key names one of those that are known."""
     if name not in known:
-        raise ValueError(f"{key} is {name!r}, which is no {what} ({', '.join(known)}){nearest(str(name), list(known))}")
+        raise ValueError(
+            f"{key} is {name!r}, and there is no such {what} ({', '.join(known)}){nearest(str(name), list(known))}"
+        )
 
 
 def check_arm(arm: Arm, arms: Mapping[str, Arm], control: str) -> None:
@@ -202,9 +210,12 @@ def check_arm(arm: Arm, arms: Mapping[str, Arm], control: str) -> None:
     if arm.match:
         check_name(f"arms.{arm.name}.of", arm.of, arms, "arm")
         if arms[arm.of].match:
-            raise ValueError(f"arms.{arm.name}.of is {arm.of}, whose own steps follow from {arms[arm.of].of}; use that")
+            raise ValueError(
+                f"arms.{arm.name}.of is {arm.of}, whose steps follow from {arms[arm.of].of}; write of: "
+                f"{arms[arm.of].of}"
+            )
     if arm.config.stages:
-        raise ValueError(f"arm {arm.name} has stages; arms are compared step by step: train it by itself")
+        raise ValueError(f"arm {arm.name} has stages, and a study compares arms step by step; train it by itself")
     ours, theirs = (asdict(arms[name].config.data) for name in (arm.name, control))
     if key := changed(theirs, ours):
         raise ValueError(
@@ -214,16 +225,18 @@ def check_arm(arm: Arm, arms: Mapping[str, Arm], control: str) -> None:
 
 
 def arm_of(config: StudyConfig, name: str, own: Any) -> Arm:
-    """Merge an arm's keys over those of the base and of the ready config that either names."""
+    """Merge an arm's keys over the base's keys and over the ready config that either names."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name for an arm; it names a folder: letters, digits, '-', '_' and '.'")
+        raise ValueError(
+            f"{name!r} cannot be an arm's name, because a folder gets it; use letters, digits, '-', '_' and '.'"
+        )
     check_keys("base", config.base)
     check_keys(f"arms.{name}", own)
     match, of = str(own.get("match", "")), str(own.get("of", ""))
     if (match or of) and (match not in MATCHES or not of or "steps" in own):
         raise ValueError(
             f"arms.{name} has match={match!r}, of={of!r}{' and steps' if 'steps' in own else ''}; its steps "
-            f"follow from another arm's: write match: {' or '.join(MATCHES)} and of: ARM, and no steps"
+            f"follow from another arm: write match: {' or '.join(MATCHES)} and of: ARM, and no steps"
         )
     ready = own.get("config", config.base.get("config", ""))
     parts = [keys_of(ready, TRAIN) if ready else {}, *(without(keys, OWN) for keys in (config.base, own))]
@@ -234,7 +247,9 @@ def arm_of(config: StudyConfig, name: str, own: Any) -> Arm:
             raise ValueError(f"{key} of arm {name} is {strict.short(values[key])}; it must be keys and values")
     model = values["model"]
     upcycle = model.get("upcycle")
-    if isinstance(upcycle, str) and upcycle:  # a ready config: its keys instead of its name, because a seed joins them
+    if (
+        isinstance(upcycle, str) and upcycle
+    ):  # a ready config: replace its name by its keys, because a seed is added to them
         model["upcycle"] = keys_of(upcycle, UPCYCLE)
     begins = model.get("upcycle") or model
     if not (begins.get("source") or begins.get("donors")):
@@ -246,12 +261,12 @@ def arm_of(config: StudyConfig, name: str, own: Any) -> Arm:
 
 
 def check_keys(where: str, keys: Any) -> None:
-    """Raise a ValueError unless these are keys and values, none of which a trial sets."""
+    """Raise a ValueError unless these are keys and values, without keys that a trial sets."""
     if not isinstance(keys, Mapping):
         raise ValueError(f"{where} is {keys!r}; it must be training keys and values")
     for key in SET:
         if found(keys, key) is not None:
-            raise ValueError(f"{where}.{key} is set; the study sets it for each run: leave it out, see seeds")
+            raise ValueError(f"{where}.{key} is set, and the study sets it for each run; leave it out and use seeds")
 
 
 def without(keys: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Run commands in processes of their own, some at once, each on its device: start, watch and stop them.
+"""Run commands in their own processes, several at once, each on its device: start, watch and stop them.
 
-A job is commands one after the other, the next of which follows from what lies on disk; so a job that was stopped goes
-on where it was. A process holds its job's lock for as long as it lives, even if the study that started it does not.
+A job is a sequence of commands. The files on disk decide the next command, so a job that was stopped continues. A
+process holds its job's lock as long as it lives, even if the study that started it is gone.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ LAST = 4096  # bytes at a log's end that are read for its last line
 @dataclass(frozen=True)
 class Job:
     name: str
-    folder: Path  # that the job writes; its lock and its log are beside it
+    folder: Path  # the job writes this folder; its lock and log are next to it
     left: Callable[[], list[str] | None]  # the next command (python -m ...), or None when all is done
     steps: int = 0  # for the progress bar
-    done: Callable[[], int] = field(default=lambda: 0)  # steps made so far
+    done: Callable[[], int] = field(default=lambda: 0)  # steps so far
 
     @property
     def log(self) -> Path:
@@ -51,7 +51,7 @@ class Child:
 
 
 class Workers:
-    """Run jobs to their end, so many at once, each worker on its device."""
+    """Run all jobs, a given number at once, each worker on its device."""
 
     def __init__(self, count: int, devices: Sequence[str] = (), threads: int = 1) -> None:
         self.count, self.devices, self.threads = count, devices, threads
@@ -59,7 +59,7 @@ class Workers:
         self.failures: dict[str, str] = {}
 
     def run(self, jobs: Sequence[Job]) -> dict[str, str]:
-        """Run all jobs and return what failed, by name, in a sentence each."""
+        """Run all jobs, and return a sentence for each job that failed, by name."""
         waiting, made = deque(jobs), {job.name: job.done() for job in jobs}
         total = sum(job.steps for job in jobs)
         with stopping(), tqdm(total=total, unit="step", disable=None if total else True) as bar:
@@ -75,14 +75,14 @@ class Workers:
         return self.failures
 
     def fill(self, waiting: deque[Job]) -> bool:
-        """Give each idle worker a job that has something left; return whether any work goes on."""
+        """Give each idle worker a job with work left; return whether any work is running."""
         for worker in range(self.count):
             while waiting and worker not in self.children:
                 self.start(worker, waiting.popleft())
         return bool(self.children)
 
     def look(self, made: dict[str, int]) -> None:
-        """Note the steps that each child has made, and go on with those that have ended."""
+        """Record the steps of each child, and start the next command of those that have ended."""
         for worker, child in list(self.children.items()):
             over = child.process.poll() is not None
             made[child.job.name] = child.job.done()
@@ -90,12 +90,12 @@ class Workers:
                 self.ended(worker, child)
 
     def start(self, worker: int, job: Job, before: Sequence[str] = ()) -> None:
-        """Start the next command of a job, if any is left. `before`: the command that has just ended."""
+        """Start the next command of a job, if any is left; `before` is the command that has just ended."""
         command = job.left()
         if command is None:
             return
-        if command == before:  # the command ended as if all were well, and what it should have made is not there
-            self.failures[job.name] = f"{job.name} did not come to its end: {last_line(job.log)} ({job.log})"
+        if command == before:  # the command ended without an error but did not write its files
+            self.failures[job.name] = f"{job.name} did not finish: {last_line(job.log)} ({job.log})"
             return
         job.folder.parent.mkdir(parents=True, exist_ok=True)
         lock = opened(job.folder.with_suffix(".lock"))  # the child's, closed by `ended`
@@ -124,7 +124,7 @@ class Workers:
         child.lock.close()
         if code := child.process.returncode:
             said, log = last_line(child.job.log), child.job.log
-            if code < 0:  # its last line tells of its work and not of its end
+            if code < 0:  # its last line is about its work and not about its end
                 often = ", as where memory runs out" * (code == -signal.SIGKILL)
                 why = f"was ended by signal {-code} ({signal.strsignal(-code)}{often}), after: {said}"
             else:
@@ -134,7 +134,7 @@ class Workers:
             self.start(worker, child.job, child.command)
 
     def stop(self) -> None:
-        """Interrupt all children: each saves after its step and ends. A second interrupt kills them."""
+        """Interrupt all children, which save after their step and end; a second interrupt kills them."""
         try:
             for child in self.children.values():
                 child.process.send_signal(signal.SIGINT)
@@ -159,7 +159,7 @@ def device(devices: Sequence[str], worker: int) -> dict[str, str]:
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does."""
+    """Make SIGTERM act like Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -176,7 +176,7 @@ def stopping() -> Iterator[None]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, so that one study writes in it at a time."""
+    """Hold the lock of a folder, so that only one study writes into it."""
     folder.mkdir(parents=True, exist_ok=True)
     with opened(folder / "study.lock") as lock:
         acquire(lock, str(folder))

@@ -1,6 +1,6 @@
-"""Make a sample from nothing but Python's standard library: texts, a tokenizer, token shards, a small trained Llama.
+"""Make a sample from Python's standard library: texts, a tokenizer, token shards, a small trained Llama.
 
-Studies begin with it where they name no checkpoint (their key `sample`), and so does the demo.
+The demo and studies without a checkpoint (key `sample`) begin with it.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ DOMAINS = {  # the standard library by subject, as patterns of files
              "configparser.py", "locale.py", "gettext.py", "argparse.py", "optparse.py", "tokenize.py", "pydoc.py"),
 }  # fmt: skip
 END = "<|end|>"
-PIECE = 2000  # characters: a document is as many definitions of a file as fit
-HELD_OUT = 10  # one file of ten; of prose, which is a single file, one piece of ten
+PIECE = 2000  # characters of a document, which holds as many definitions of a file as fit
+HELD_OUT = 10  # one file of ten is held out; of prose, a single file, one piece of ten
 DENSE = "dense"
 
 
 @dataclass(frozen=True)
 class SampleConfig:
-    output: str = "runs/sample"  # the folder of all that is made
-    seed: int = 0  # of the weights, of the routers, of the order of the text
+    output: str = "runs/sample"  # the folder to write
+    seed: int = 0  # seed of the weights, of the routers and of the order of the text
     characters: int = 600_000  # characters of text of each domain, at most
-    held_out: int = 30_000  # characters of each domain that are kept for comparing
-    vocabulary: int = 2048  # tokens of the tokenizer that is made
+    held_out: int = 30_000  # characters of each domain that are held out
+    vocabulary: int = 2048  # size of the tokenizer's vocabulary
     hidden: int = 96  # width of the dense model
     layers: int = 4  # layers of the dense model
-    first: int = 200  # steps of the dense model alone
-    batch: int = 8  # sequences a step
-    sequence: int = 256  # tokens a sequence
+    first: int = 200  # training steps of the dense model
+    batch: int = 8  # sequences of a step
+    sequence: int = 256  # tokens of a sequence
     peak: float = 2e-3  # learning rate
 
 
 def dense_model(stage: Stages, config: SampleConfig) -> None:
     """Make tokens/train and tokens/DOMAIN, and dense/, a model trained on tokens/train."""
     here = Path(config.output)
-    stage("text", "Python's standard library, by what it is about", gather, here, config)
-    stage("start", "A tokenizer of it, and a Llama with random weights", start, here, config)
+    stage("text", "Python's standard library, by subject", gather, here, config)
+    stage("start", "A tokenizer for it, and a Llama with random weights", start, here, config)
     stage("tokens", "Text to tokens", tokens, here)
     stage("first", "The dense Llama learns", learn, config, here / "start", here / DENSE)
 
@@ -68,21 +68,21 @@ def dense_model(stage: Stages, config: SampleConfig) -> None:
 
 
 class Done(TypedDict):
-    """What done.json holds."""
+    """Hold the content of done.json."""
 
     settings: Mapping[str, Any]
     stages: Mapping[str, Mapping[str, float]]
 
 
 class Stages:
-    """Runs stages in order, and writes down which are done, so that none is done again."""
+    """Run stages in order, and record the finished ones, so that none runs twice."""
 
     def __init__(self, folder: Path, config: SampleConfig) -> None:
         self.file, self.number = folder / "done.json", 0
         settings = {key: value for key, value in asdict(config).items() if key != "output"}
         known = {"settings": settings, "stages": {}}
         if folder.is_dir() and not self.file.is_file() and any(folder.iterdir()):
-            raise ValueError(f"{folder} is there and holds no sample; move it away, or write output=ANOTHER-FOLDER")
+            raise ValueError(f"{folder} exists and is not a sample; move it away, or write output=ANOTHER-FOLDER")
         if self.file.is_file():
             known = strict.held(strict.read_json(self.file), Done, str(self.file))
         if known["settings"] != settings:
@@ -98,13 +98,13 @@ class Stages:
             print(f"{self.number:>2}. {about}: done before, in {self.done[name]['seconds']:.0f} s", flush=True)
             return
         print(f"\n\033[1m{self.number:>2}. {about}\033[0m", flush=True)
-        wall, processor = time.monotonic(), sum(os.times()[:4])  # of this process and those that it waited for
+        wall, processor = time.monotonic(), sum(os.times()[:4])  # of this process and its children
         work(*arguments)
         self.done[name] = {"seconds": time.monotonic() - wall, "cpu_seconds": sum(os.times()[:4]) - processor}
         self.keep()
 
     def keep(self) -> None:
-        """Write which stages are done."""
+        """Write the finished stages."""
         write_atomic(self.file, (json.dumps(self.known, indent=1) + "\n").encode())
 
     def total(self, kind: str) -> float:
@@ -112,11 +112,11 @@ class Stages:
 
 
 class Stopped(Exception):
-    """A command failed with this exit code, and has said why."""
+    """Say that a command failed with this exit code after printing the reason."""
 
 
 def call(main: Callable[[Sequence[str]], int], verb: str, *words: object) -> None:
-    """Run a command in this process, which saves importing torch again; the line that is shown works in any shell."""
+    """Run a command in this process, which saves another import of torch; print a line that works in any shell."""
     given = [str(word) for word in words]
     show(verb, given)
     if code := main(given):
@@ -131,7 +131,7 @@ def show(verb: str, words: Sequence[str]) -> None:
 
 
 def gather(here: Path, config: SampleConfig) -> None:
-    """Writes text/train and text/valid, a file for each domain. No library file is in both, but for the prose."""
+    """Write text/train and text/valid, one file for each domain; except for prose, no library file is in both."""
     for domain, patterns in DOMAINS.items():
         parts: dict[str, list[str]] = {"train": [], "valid": []}
         room = {"train": config.characters, "valid": config.held_out}
@@ -148,7 +148,7 @@ def gather(here: Path, config: SampleConfig) -> None:
 
 
 def pieces(patterns: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(name that decides whether the piece is held out, text). Files come in an order unrelated to their names."""
+    """Yield (the name that decides whether the piece is held out, text), in an order unrelated to file names."""
     library = Path(sysconfig.get_path("stdlib"))
     files = {path for pattern in patterns for path in library.glob(pattern) if path.suffix == ".py"}
     for path in sorted(files, key=lambda path: zlib.crc32(path.relative_to(library).as_posix().encode())):
@@ -157,7 +157,9 @@ def pieces(patterns: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield from import_module("pydoc_data.topics").topics.items()
             continue
         gathered = ""
-        for block in path.read_text(encoding="utf-8", errors="replace").split("\n\n\n"):  # a definition each, by PEP 8
+        for block in path.read_text(encoding="utf-8", errors="replace").split(
+            "\n\n\n"
+        ):  # one definition each, by PEP 8
             if gathered and len(gathered) + len(block) > PIECE:
                 yield name, gathered
                 gathered = ""
@@ -170,7 +172,7 @@ def texts(here: Path, part: str) -> list[Path]:
 
 
 def start(here: Path, config: SampleConfig) -> None:
-    """Writes a byte-level BPE of the training text, beside a config.json and random weights."""
+    """Write a byte-level BPE tokenizer of the training text, with a config.json and random weights."""
     from tokenizers import ByteLevelBPETokenizer
 
     folder = here / "start"
@@ -204,7 +206,7 @@ def learn(config: SampleConfig, source: Path, export: Path) -> None:
 def training(config: SampleConfig, name: str, source: Path, export: Path, steps: int) -> list[str]:
     """Return the words of a training command: all trainings read the same samples in the same order.
 
-    The first one reads in another order, and is not compared with anything.
+    The first training reads in another order and is not compared with any other.
     """
     here, is_first = Path(config.output), name == "first"
     valid = [] if is_first else [str(here / "tokens" / domain) for domain in DOMAINS]

@@ -1,8 +1,8 @@
-"""Does it pay? Train arms x seeds, on one device or several, and judge them over seeds, on one page.
+"""Train every arm with every seed, on one device or several, and judge them over seeds on one page.
 
-Each arm is a training config: `base` has what all share, `arms` what each has of its own. Arms of a seed read the same
-samples in the same order, seeds differ in it. Each run is `upcycle train` on a config next to its folder. The same
-command goes on where it was stopped: finished runs are skipped, begun ones resume.
+Each arm is a training config: `base` has the keys of all arms, `arms` each arm's own. Arms of one seed read the same
+samples in the same order; another seed has another order. Each run is `upcycle train` on a config next to its folder.
+The same command continues a study that was stopped: it skips finished runs and resumes begun ones.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from upcycle.io.disk import check_own, write_atomic
 
 
 def perform(plan: Plan, command: str = "") -> Mapping[str, str]:
-    """Train what is left of a study, judge what is there, and write the page. Return the failures, a sentence a job.
+    """Train the rest of a study, judge its runs, and write the page; return one sentence for each job that failed.
 
-    `command`: how the page names what made it.
+    `command` is the command that the page shows.
     """
     for path, mark in ((plan.folder / "study.html", MARK), (plan.folder / "study.json", rb'\A\{\n "title": ')):
         check_own(path, mark, "upcycle study")
@@ -51,7 +51,7 @@ def perform(plan: Plan, command: str = "") -> Mapping[str, str]:
 
 
 def prepared(plan: Plan) -> tuple[Workers, list[Job]]:
-    """Check all that can be checked before training, write each run's config, and list what there is to do."""
+    """Check everything before training, write each run's config, and list the jobs."""
     suites = suites_of(plan)
     if plan.config.sample:
         make_sample(plan)
@@ -66,7 +66,7 @@ def prepared(plan: Plan) -> tuple[Workers, list[Job]]:
 
 
 def make_sample(plan: Plan) -> None:
-    """Make the sample, if the arms begin with its model."""
+    """Make the sample if the arms begin with its model."""
     config = sample_config(plan.config)
     if Path(plan.config.source) != Path(config.output) / "dense":
         return
@@ -77,7 +77,7 @@ def make_sample(plan: Plan) -> None:
         raise KeyboardInterrupt from None
 
 
-# ---- what there is to do
+# ---- jobs
 
 
 def job_of(trial: Trial, suites: Sequence[Suite], keep: bool) -> Job:
@@ -106,8 +106,8 @@ def reached(folder: Path) -> int:
 
 
 def before(plan: Plan, suites: Sequence[Suite]) -> list[Job]:
-    """List jobs that ask the suites of what the arms begin with. They come first, to find in minutes what a suite
-    lacks."""
+    """List the jobs that ask the starting models the suites; they come first, so that a missing file shows in
+    minutes."""
 
     def ask(checkpoint: str, folder: Path) -> list[str] | None:
         return next((command for suite in suites if (command := suite.left(checkpoint, folder))), None)
@@ -126,7 +126,7 @@ def timings(plan: Plan) -> dict[str, float]:
         if failures := workers_of(plan, 1).run([job_of(trial, (), keep=False)]):
             raise ValueError(next(iter(failures.values())))
         rows = [row["seconds_per_step"] for row in metrics.read(trial.folder) if "seconds_per_step" in row]
-        later = rows[1:] or rows  # the first line has the warm-up in it
+        later = rows[1:] or rows  # the first line includes the warm-up
         found[name] = sum(later) / len(later)
     return found
 
@@ -137,11 +137,11 @@ def workers_of(plan: Plan, count: int) -> Workers:
     return Workers(count, plan.config.devices, max(1, torch.get_num_threads() // count))
 
 
-# ---- what came of it
+# ---- results
 
 
 def show(plan: Plan, command: str, failures: Mapping[str, str]) -> Judged:
-    """Judge what is there, write study.html and study.json, and print what came of it."""
+    """Judge the runs so far, write study.html and study.json, and print the result."""
     judged, title = judge(plan), plan.config.title or plan.folder.name
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     texts, tools, failed = commands(plan, command), versions(), list(failures.values())
@@ -173,13 +173,13 @@ def commands(plan: Plan, command: str) -> dict[str, str]:
         asked = [(checkpoint, before_folder(plan, checkpoint)) for checkpoint in dict.fromkeys(starts(plan).values())]
         asked += [(str(folder), folder / "suites") for folder in folders]
         lines = [shlex.join(suite.command(*where)) for where in asked for suite in suites]
-        texts["What they are asked"] = "\n".join(lines)
+        texts["The suites"] = "\n".join(lines)
     files = {arm: plan.run_folder(arm, plan.config.seeds[0]).with_suffix(".yaml") for arm in plan.arms}
     return texts | {f"{arm}: {file}": file.read_text() for arm, file in files.items() if file.is_file()}
 
 
 def versions() -> dict[str, str]:
-    """Return what the study ran with."""
+    """Return the versions and devices of the study."""
     import torch
 
     has_cuda = torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Ask lm-eval's suites of the runs of a study and of the models that they began with, and read the answers."""
+"""Ask a study's runs and their starting models the suites, and read the answers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from evaluation.studies.plan import Plan
 @dataclass(frozen=True)
 class Suite:
     name: str
-    words: tuple[str, ...]  # of `upcycle eval`, without the checkpoint and the output
+    words: tuple[str, ...]  # keys of `upcycle eval`, except the checkpoint and the output
 
     def command(self, checkpoint: str, folder: Path) -> list[str]:
-        """Return the command that asks a checkpoint this suite; the answers lie in `folder`/NAME."""
+        """Return the command that asks a checkpoint this suite and writes the answers into `folder`/NAME."""
         return ["upcycle", "eval", self.words[0], checkpoint, *self.words[1:], f"output={folder / self.name}"]
 
     def left(self, checkpoint: str, folder: Path) -> list[str] | None:
-        """Return the command, or None if its answers are there."""
+        """Return the command, or None if its answers exist."""
         command = self.command(checkpoint, folder)
         answered_by = logged.is_run(folder / self.name) and logged.load(folder / self.name).command
         return None if answered_by == shlex.join(command) else command
@@ -38,7 +38,7 @@ class Score:
     metric: str
     higher_is_better: bool
     value: float
-    grain: float  # the least that two values can be apart: an item of a test; 0 where that is as little as one likes
+    grain: float  # the smallest step between two values, an item of a test; 0 if there is none
 
 
 def suites_of(plan: Plan) -> list[Suite]:
@@ -63,7 +63,8 @@ def suite_of(given: Any) -> Suite:
 
 
 def starts(plan: Plan) -> dict[str, str]:
-    """Return the checkpoint that each arm begins with: of an upcycled model the dense one, the same function."""
+    """Return the checkpoint that each arm begins with; for an upcycled model the dense one, which is the same
+    function."""
     models = {name: arm.config.model for name, arm in plan.arms.items()}
     return {
         name: str(model.upcycle["source"] or model.upcycle["donors"][0]) if model.upcycle else model.source
@@ -77,7 +78,7 @@ def before_folder(plan: Plan, checkpoint: str) -> Path:
 
 
 def scores(folder: Path, suites: Iterable[Suite]) -> dict[tuple[str, str], Score]:
-    """Return the scores of whole groups and of tasks of no group, each by one metric, of suites with answers."""
+    """Return the scores of whole groups and of tasks without a group, one metric each, for suites with answers."""
     out = {}
     for suite in suites:
         if not logged.is_run(folder / suite.name):

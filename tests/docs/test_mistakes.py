@@ -149,7 +149,7 @@ MISTAKES = [
     ('results of another suite are there', 'eval perplexity llama texts=[book.txt] output=results', 'write output=FOLDER with a new one, or remove results'),
     ('a folder that is no run to compare', 'compare run llama', 'give folders of `upcycle eval`, of lm-eval, or of training r'),
     ('a run against results', 'compare run results', 'give folders of `upcycle eval`, of lm-eval, or of training r'),
-    ('routing of a dense model', 'routing llama book.txt', 'give one with experts'),
+    ('routing of a dense model', 'routing llama book.txt', 'give an MoE model'),
     ('routing without texts', 'routing moe', 'name files, for instance routing ./moe book.txt code.jsonl'),
     ('a report as a PDF page', 'report results output=report.docx', 'output=report.docx must end in .html, or in .png, .pdf, .svg'),
     ('a report of a text', 'report book.txt', "give folders with metrics.jsonl or upcycle.json, lm-eval's r"),

@@ -1,6 +1,6 @@
-"""Measure how a model uses its experts on given text, and how far they have come from the dense FFN that they copy.
+"""Measure how a model uses its experts on text, and how far they have moved from the dense FFN that they copy.
 
-Every text is a domain. `upcycle routing --help` says what is measured of a layer.
+Every text is a domain. `upcycle routing --help` explains each measure.
 C domains, L MoE layers, N experts = E copies x G parts, K chosen a token, T tokens.
 """
 
@@ -34,7 +34,7 @@ from upcycle.io.disk import check_own, write_atomic
 from upcycle.io.strict import Count, Range
 from upcycle.text import tokens as text
 
-PAIRS = 64  # experts up to which the table of all pairs is written; of more, only the STRONGEST pairs
+PAIRS = 64  # up to this many experts the table of all pairs is written; above it only the STRONGEST pairs
 STRONGEST = 12
 Experts = Annotated[int, Range(1, MAX_EXPERTS)]
 Cells = list[list[float | None]]
@@ -44,20 +44,20 @@ Cells = list[list[float | None]]
 class RoutingConfig:
     ELSEWHERE: ClassVar = {"compute": "dtype", "length": "sequence"}
 
-    checkpoint: str = ""  # a folder or hub id with experts, or a training run's folder
-    texts: tuple[str, ...] = ()  # .txt, .jsonl or .jsonl.zst; a domain each, named by the file
-    start: str = ""  # the converted folder that training began with, or the folder of a run that upcycled as it loaded
-    # parts a dense FFN was cut into; 0: what the checkpoint's or start's upcycle.json says, or start's config, else 1
+    checkpoint: str = ""  # a folder or hub id of an MoE model, or a training run's folder
+    texts: tuple[str, ...] = ()  # .txt, .jsonl or .jsonl.zst; each file is a domain with the file's name
+    start: str = ""  # the folder that training began with, or a run that upcycled its model as it loaded
+    # slices of a dense FFN; 0: as the checkpoint's or start's upcycle.json or start's config says, else 1
     granularity: int = 0
-    tokens: int = 16384  # of each text, at most
-    sequence: int = 512  # tokens a sequence
-    keep: int = 0  # measure also what is lost if each layer keeps so many experts, the most salient; 0: do not
+    tokens: int = 16384  # tokens of each text, at most
+    sequence: int = 512  # tokens of a sequence
+    keep: int = 0  # also measure the loss if each layer keeps only this many experts, the most salient; 0: do not
     dtype: str = "float32"  # dtype of activations: float32 | bfloat16 | float64
     output: str = "routing.json"  # the file to write
 
 
 def routing(config: RoutingConfig) -> dict[str, Any]:
-    """Measure, write the file, and return what was measured."""
+    """Measure, write the file, and return the measurements."""
     check_own(Path(config.output), rb'\A\{"kind": "routing"', "upcycle routing")
     found = measure(config)
     write_atomic(Path(config.output), (json.dumps(found | {"config": asdict(config)}) + "\n").encode())
@@ -65,30 +65,30 @@ def routing(config: RoutingConfig) -> dict[str, Any]:
 
 
 def measure(config: RoutingConfig) -> dict[str, Any]:
-    """Return what is measured, as JSON can hold it."""
+    """Return the measurements as JSON values."""
     if not config.texts:
-        raise ValueError("there is no text to route; name files, for instance routing ./moe book.txt code.jsonl")
+        raise ValueError("no text is given; name files, for instance routing ./moe book.txt code.jsonl")
     model, origin, run = opened(config)
     assert isinstance(origin.spec, MoESpec) and model.moe is not None
     stated, distances = origin.spec.granularity, None
     if config.start:
         with started(config.start) as start:
             distances = moved(model, start)
-            assert isinstance(start.spec, MoESpec)  # moved found experts in it
+            assert isinstance(start.spec, MoESpec)  # moved() has found experts in it
             stated = max(stated, start.spec.granularity)
     spec, parts = model.moe, config.granularity or stated
     if spec.experts % parts:
         raise ValueError(f"granularity={parts} must divide the {spec.experts} experts")
     if config.keep and not spec.top_k <= config.keep < spec.experts:
         raise ValueError(
-            f"keep={config.keep} of {spec.experts} experts, of which a token takes {spec.top_k}; write "
+            f"keep is {config.keep}, and the model has {spec.experts} experts and a token takes {spec.top_k}; write "
             f"keep={spec.top_k} to {spec.experts - 1}"
         )
     device, domains = next(model.parameters()).device, dict[str, Tensor]()
     for path in config.texts:
         name = Path(path).name.split(".")[0]
         if name in domains:
-            raise ValueError(f"two texts are called {name}; a domain is named by its file, so rename one")
+            raise ValueError(f"two texts are called {name}, and a domain has its file's name; rename one")
         domains[name] = batches(origin, path, config).to(device)
     watches = {name: count(model, token_BS, parts) for name, token_BS in tqdm(domains.items(), "domains", delay=2)}
     found = describe(watches, parts, distances)
@@ -109,17 +109,17 @@ def measure(config: RoutingConfig) -> dict[str, Any]:
 
 
 def opened(config: RoutingConfig) -> tuple[Decoder, Origin, Path | None]:
-    """Load the checkpoint. Return (the model, what it is of, the training run that it is of)."""
+    """Load the checkpoint; return (the model, its origin, its training run or None)."""
     run, step = standalone.training_run(Path(config.checkpoint))
     dtype = getattr(torch, config.dtype)
     with load.origin_of(config.checkpoint, run) as origin:
         if origin.spec is origin.dense:
-            raise ValueError(f"{config.checkpoint} is a dense model and routes nothing; give one with experts")
+            raise ValueError(f"{config.checkpoint} is a dense model without experts; give an MoE model")
         with torch.device("meta"):
             model = Decoder(origin.spec, compute=dtype)
             if run is not None:
                 standalone.attach_adapters(model, run)
-            else:  # a run's float32 masters stay as they are; modules cast for themselves
+            else:  # a run's float32 masters stay as they are; each module casts its own weights
                 load.narrow(model, dtype)
         model = model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
         load.fill(model, origin, run, step)
@@ -129,11 +129,11 @@ def opened(config: RoutingConfig) -> tuple[Decoder, Origin, Path | None]:
 
 @contextmanager
 def started(source: str) -> Iterator[Origin]:
-    """Open what training began with: a folder or hub id, or what a run upcycled as it loaded."""
+    """Open the model that training began with: a folder, a hub id, or the model that a run upcycled as it loaded."""
     run = Path(source)
     made = standalone.upcycled(run)
-    # text=True: a run may have measured its training data, which its model's config does not name, and kept what it
-    # found. How its routers began is decided in `made`
+    # text=True: the run may have measured its training data, which the model's config does not name, and kept the
+    # result; `made` decides how its routers began
     begun = layout.online(made, standalone.measured_before(run), text=True) if made else layout.opened(source)
     with begun as origin:
         yield origin
@@ -145,26 +145,26 @@ def fingerprint(source: str) -> str:
 
 
 def batches(origin: Origin, path: str, config: RoutingConfig) -> Tensor:
-    """Return [B, S] ids: whole sequences from the front of a text."""
+    """Return [B, S] ids: whole sequences from the beginning of a text."""
     folder = next((file.parent for file in origin.files if file.name == "tokenizer.json"), None)
     if folder is None:
-        raise ValueError(f"{config.checkpoint} has no tokenizer.json, which turns text into tokens; add the model's")
+        raise ValueError(f"{config.checkpoint} has no tokenizer.json, and text needs one; add the model's")
     encode: Callable[[str], list[int]] = text.encoder(folder)
     ids = list(islice((token for document in text.documents([path]) for token in encode(document)), config.tokens))
     length = min(config.sequence, origin.dense.context, len(ids))
     if length < 1:
-        raise ValueError(f"{path} has no text to route, or tokens={config.tokens}; both must be there")
+        raise ValueError(f"{path} has no text, or tokens={config.tokens} is 0; give a text and tokens above 0")
     if max(ids) >= origin.dense.vocab:
         raise ValueError(f"the tokenizer gives id {max(ids)}, the model has {origin.dense.vocab} embeddings")
     rows = len(ids) // length
     return torch.tensor(ids[: rows * length]).view(rows, length)
 
 
-# ---- what the counts say
+# ---- measures from the counts
 
 
 def describe(watches: Mapping[str, Watch], granularity: int, distances: Mapping[str, float] | None) -> dict[str, Any]:
-    """Return the measurements of all domains together, a row a layer, and the load of each domain."""
+    """Return the measurements over all domains, one row for each layer, and the load of each domain."""
     first = next(iter(watches.values()))
     count_CLN = torch.stack([watch.count_LN.cpu() for watch in watches.values()])
     pair_LNN, sums_L6, norm_LN = (
@@ -214,7 +214,8 @@ def loads(count_LN: Tensor) -> Tensor:
 
 
 def specialisation(count_CN: Tensor) -> float | None:
-    """Return the mutual information of domain and expert, all domains weighing the same, / its largest value log C."""
+    """Return the mutual information of domain and expert, with equal weight for each domain, divided by its maximum log
+    C."""
     if len(count_CN) < 2:
         return None
     share_CN = count_CN.double() / count_CN.sum(1, keepdim=True)
@@ -223,8 +224,8 @@ def specialisation(count_CN: Tensor) -> float | None:
 
 
 def together(pair_NN: Tensor, tokens: float) -> Tensor:
-    """Return how often two are chosen together / were choices independent; nan for an expert never chosen, and with
-    itself."""
+    """Return how often two experts are chosen together, divided by the rate of independent choices; nan for an expert
+    that is never chosen, and for an expert with itself."""
     chance_N = pair_NN.diagonal() / tokens
     lift_NN = (pair_NN / tokens) / (chance_N[:, None] * chance_N[None, :])
     return lift_NN.fill_diagonal_(math.nan)
@@ -236,14 +237,14 @@ def entropy(count_N: Tensor) -> float:
 
 
 def chance_of_whole(copies: int, granularity: int, top_k: int) -> float:
-    """Return how often K experts drawn at random are whole groups."""
+    """Return how often K random experts are whole groups."""
     if top_k % granularity:
         return 0.0
     return math.comb(copies, top_k // granularity) / math.comb(copies * granularity, top_k)
 
 
 def strongest(lift_NN: Tensor) -> list[tuple[int, int, float]]:
-    """Return the pairs that are most often together beyond chance: (expert, expert, lift)."""
+    """Return the pairs that are together most often compared with chance: (expert, expert, lift)."""
     upper = lift_NN.nan_to_num(0.0).triu(1)
     values, at = upper.flatten().topk(min(STRONGEST, upper.numel()))
     pairs = zip(at.tolist(), values.tolist(), strict=True)
@@ -261,11 +262,11 @@ def plain(table: Tensor) -> list[Any]:
     return [cell(row) for row in table.tolist()]
 
 
-# ---- how far the experts have come
+# ---- how far the experts have moved
 
 
 def spread(block: MoE, granularity: int) -> list[float]:
-    """Return each expert's distance from the mean of the copies of its part, relative to that mean."""
+    """Return each expert's distance from the mean of its slice's copies, relative to that mean."""
     experts: int = block.spec.experts
     distance_N = torch.zeros(experts, dtype=torch.float64)
     for part in range(granularity):
@@ -280,7 +281,7 @@ def spread(block: MoE, granularity: int) -> list[float]:
 
 
 def moved(model: Decoder, start: Origin) -> dict[str, float]:
-    """Return the relative distance of each expert and router to what it was at `start`, by role; read a tensor at a
+    """Return the relative distance of each expert and router from its value at `start`, by role; read one tensor at a
     time."""
     now = layout.views(model)
     difference: dict[str, float] = {}
@@ -290,9 +291,7 @@ def moved(model: Decoder, start: Origin) -> dict[str, float]:
         if not any(".experts." in role or role.endswith("router.weight") for role in roles):
             continue
         if any(role not in now for role in roles):
-            raise ValueError(
-                f"start has {stored.name}, which the checkpoint has not; give the folder that it came from"
-            )
+            raise ValueError(f"start has {stored.name}, which the checkpoint lacks; give the folder that it came from")
         for role, part in zip(roles, layout.cut(start.read(stored.name), stored, now), strict=True):
             owner = role.rsplit(".", 2 if ".experts." in role else 1)[0]
             was, is_ = part.flatten().double(), now[role].cpu().flatten().double()
@@ -303,7 +302,7 @@ def moved(model: Decoder, start: Origin) -> dict[str, float]:
     return {owner: math.sqrt(square / before[owner]) for owner, square in difference.items()}
 
 
-# ---- the file, read again, and as text
+# ---- the file and its text
 
 
 class RoutedLayer(TypedDict):
@@ -324,7 +323,7 @@ class RoutedLayer(TypedDict):
 
 
 class Routed(TypedDict):
-    """What is read of a file that `routing` wrote."""
+    """Hold the keys that we read from a file of `routing`."""
 
     kind: str
     experts: Experts
@@ -340,13 +339,13 @@ class Routed(TypedDict):
 
 
 def read_routing(file: Path) -> dict[str, Any]:
-    """Read a file that `routing` wrote. Raise a ValueError of one sentence about any other."""
+    """Read a file of `routing`; raise a ValueError of one sentence for any other file."""
     try:
         value = strict.read_json(file)
     except ValueError as error:
         raise ValueError(f"{file} is not whole JSON ({error}); make it again with `upcycle routing`") from None
     if not isinstance(value, dict) or value.get("kind") != "routing":
-        raise ValueError(f"{file} is not a file of `upcycle routing`; make it with that")
+        raise ValueError(f"{file} is not a file of `upcycle routing`; make one with that command")
     try:
         found: dict[str, Any] = strict.held(value, Routed, str(file))
         check_sizes(found, str(file))
@@ -356,18 +355,18 @@ def read_routing(file: Path) -> dict[str, Any]:
 
 
 def check_sizes(found: Mapping[str, Any], where: str) -> None:
-    """Raise a ValueError unless the tables have a row a layer and a cell an expert."""
+    """Raise a ValueError unless the tables have a row for each layer and a cell for each expert."""
     experts, layers = found["experts"], found["layers"]
     if not layers or not found["load"] or found["load"].keys() != found["tokens"].keys():
-        raise ValueError(f"{where} has {len(layers)} layers and other domains in load than in tokens")
+        raise ValueError(f"{where} has {len(layers)} layers and different domains in load and in tokens")
     of_layers = [*found["load"].values(), found["together"]]
     square = [table for table in found["together"] if table is not None]
     rows = [row for table in (*found["load"].values(), *square) for row in table]
     rows += [row[name] for row in layers for name in ("spread", "moved") if name in row]
     if any(len(table) != len(layers) for table in of_layers) or any(len(table) != experts for table in square):
-        raise ValueError(f"{where} has tables of other sizes than its {len(layers)} layers and {experts} experts")
+        raise ValueError(f"{where} has tables whose sizes are not its {len(layers)} layers and {experts} experts")
     if any(len(row) != experts for row in rows):
-        raise ValueError(f"{where} has rows that are not of its {experts} experts")
+        raise ValueError(f"{where} has rows whose length is not its {experts} experts")
 
 
 Figure = Callable[[Mapping[str, Any]], float | None]
@@ -392,7 +391,7 @@ def average(values: Sequence[float]) -> float | None:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Write what was measured as a table, a row a layer."""
+    """Write the measurements as a table with a row for each layer."""
     shown = {title: get for title, _, get, _ in MEASURES if get(found["layers"][0]) is not None}
     lines = ["layer  " + "  ".join(shown)]
     for row in found["layers"]:

@@ -1,4 +1,4 @@
-"""Watch the routers of a model while it reads: count what they choose, and try each layer with fewer experts.
+"""Watch a model's routers while it reads text: count their choices, and try each layer with fewer experts.
 
 C domains, L MoE layers, N experts = E copies x G parts, K chosen a token, T tokens.
 """
@@ -21,7 +21,7 @@ from training.optim.loads import coherence, expert_counts, token_entropy
 
 
 class Watch:
-    """Count what the routers of a model choose, in the place of each block's `balance` (balance.py)."""
+    """Count the choices of a model's routers, in the place of each block's `balance` (balance.py)."""
 
     def __init__(self, model: Decoder, granularity: int) -> None:
         self.blocks = [(int(n), layer.ffn) for n, layer in model.layers.items() if isinstance(layer.ffn, MoE)]
@@ -35,7 +35,7 @@ class Watch:
         self.norm_LN = torch.zeros(size, self.experts, dtype=torch.float64, device=device)
 
     def see(self, number: int, routing: Routing) -> Routing:
-        """Count a block's routing and return it unchanged; `number` is the block's, among MoE layers."""
+        """Count a block's routing and return it unchanged; `number` counts MoE layers."""
         expert_TK = routing.expert_TK
         self.count_LN[number] += expert_counts(expert_TK, self.experts)
         chosen_TN = torch.zeros_like(routing.scores_TN, dtype=torch.float32).scatter_(1, expert_TK, 1.0)
@@ -48,7 +48,7 @@ class Watch:
         return routing
 
     def weigh(self, number: int, compute: ExpertFunction, x_RD: Tensor, *given: Any) -> Tensor:
-        """Add up the norms of what the experts give, each times its weight, and return it unchanged."""
+        """Add up the norms of the experts' outputs, each times its weight, and return the outputs unchanged."""
         y_RD, count_E = compute(x_RD, *given), given[1]
         owner_R = torch.repeat_interleave(torch.arange(self.experts, device=count_E.device), count_E)
         self.norm_LN[number].index_add_(0, owner_R, y_RD[: len(owner_R)].double().norm(dim=1))
@@ -68,7 +68,7 @@ class Watch:
 
 @torch.no_grad()
 def count(model: Decoder, token_BS: Tensor, granularity: int) -> Watch:
-    """Count the choices of one domain, a sequence at a time: nothing is padded, so no padding is counted."""
+    """Count the choices of one domain, one sequence at a time, so that there is no padding to count."""
     with Watch(model, granularity) as watch:
         for row_S in token_BS:
             model.hidden(row_S[None])
@@ -76,7 +76,7 @@ def count(model: Decoder, token_BS: Tensor, granularity: int) -> Watch:
 
 
 class Fewer:
-    """Compare each block with itself when it has the experts `kept` alone; change nothing that the model computes."""
+    """Compare each block with itself when it has only the experts `kept`; leave the model's own output unchanged."""
 
     def __init__(self, model: Decoder, kept: Sequence[Sequence[int]]) -> None:
         self.blocks = [layer.ffn for layer in model.layers.values() if isinstance(layer.ffn, MoE)]
@@ -104,7 +104,7 @@ class Fewer:
             hook.remove()
 
     def found(self) -> list[tuple[float, float, float]]:
-        """Return (error, gain, cosine) of each block, as Estimate has them."""
+        """Return (error, gain, cosine) of each block, as in Estimate."""
         out = []
         for dot, want, y in self.sums_L3.tolist():
             square = max(want, 1e-300)
@@ -114,7 +114,7 @@ class Fewer:
 
 
 def router_of(block: MoE, kept: Sequence[int]) -> Router:
-    """Return the router that the block has when only the experts `kept` are left."""
+    """Return the block's router with only the experts `kept`."""
     spec = replace(block.spec, widths=tuple(block.spec.widths[i] for i in kept))
     router = Router(spec).to(block.router.weight.device)
     router.register_parameter("weight", torch.nn.Parameter(block.router.weight.detach()[list(kept)]))
@@ -126,7 +126,7 @@ def router_of(block: MoE, kept: Sequence[int]) -> Router:
 def pruned(
     model: Decoder, domains: Iterable[Tensor], kept: Sequence[Sequence[int]]
 ) -> list[tuple[float, float, float]]:
-    """Return (error, gain, cosine) of each block when only the experts `kept` are left."""
+    """Return (error, gain, cosine) of each block with only the experts `kept`."""
     with Fewer(model, kept) as fewer:
         for row_S in (row_S for token_BS in domains for row_S in token_BS):
             model.hidden(row_S[None])

@@ -200,7 +200,7 @@ def test_items_of_one_passage_count_once(tmp_path: Path) -> None:
     assert width["as if alone"] < 0.4 * width["alone"]
     both = [tmp_path / "clustered a", tmp_path / "clustered b"]
     assert differences(*both, cluster="passage")[0].clusters == 20
-    with pytest.raises(ValueError, match=r"cluster=file: no document of .* has that key \(kept are: passage\)"):
+    with pytest.raises(ValueError, match=r"cluster=file: no document of .* has that key \(its keys are: passage\)"):
         compare(both, "file")
     [row] = differences(*(run(f"few {name}", "passage", 9, found, 10) for name, found in (("a", right), ("b", wrong))))
     assert (row.items, row.clusters, row.over_items) == (90, 9, "too few (9)") and math.isnan(row.items_low)
@@ -270,8 +270,8 @@ def test_acc_norm_is_judged_before_acc_and_answers_by_length() -> None:
 
 
 REFUSALS: dict[str, tuple[Callable[[list[Item]], list[Item]], str]] = {
-    "an item is missing": (lambda items: items[:-1], "do not have the same items: 1 are in one alone, the first is 19 of x"),
-    "another item": (lambda items: [replace(items[0], doc_hash="other"), *items[1:]], "do not have the same items: 2 are"),
+    "an item is missing": (lambda items: items[:-1], "have different items: 1 are in only one of them, the first is 19 of x"),
+    "another item": (lambda items: [replace(items[0], doc_hash="other"), *items[1:]], "have different items: 2 are"),
     "another prompt": (lambda items: [replace(items[0], prompt_hash="other"), *items[1:]], "item 0 of x has another prompt"),
     "another target": (lambda items: [*items[:4], replace(items[4], target="3"), *items[5:]], "item 4 of x has another target"),
 }  # fmt: skip
@@ -304,7 +304,7 @@ def test_groups_that_cannot_be_paired_are_refused(two: tuple[Path, Path], tmp_pa
     cases: dict[str, Any] = {
         r"are 3 and .* are 2; give as many runs of each": [a, b[:2]],
         "is there twice in one group": [a, [b[0], b[1], b[0]]],
-        r"q-0 and .*elsewhere are one model, the same weights": [a, [b[0], b[1], again]],
+        r"q-0 and .*elsewhere have the same weights": [a, [b[0], b[1], again]],
         "are not all of one kind": [two[0], run],
         r"^\S*nowhere: there is no such folder": [two[0], tmp_path / "nowhere"],
         "compare needs two runs or more": [run],
@@ -347,7 +347,7 @@ def test_the_command_prints_and_writes(
     said = capsys.readouterr().out
     assert "one run each: no verdict; 1 headline and 2 part comparisons, p over seeds corrected by Holm" in said
     assert "| All | acc % | 50.00 | 63.33 | +13.33 |  |  | one run each: no verdict | 30 | 30 |" in said
-    assert "All: +13.33 is 2.1 times the largest noise measured (6.29); a difference of that size takes 4 seeds" in said
+    assert "All: +13.33 is 2.1 times the largest noise measured (6.29); showing a difference of that size takes 4 seeds" in said
     assert "standard deviation over three seeds of 0.16 to 1.00 points" in said
     assert "better" not in said and "worse" not in said
     assert "6 items flipped: 5 gained, 1 lost" in said
@@ -393,7 +393,7 @@ def test_losses_at_equal_tokens_and_equal_flops(tmp_path: Path) -> None:
     said = loss_table(found)
     assert "loss at equal FLOPs, interpolated (2e+04 FLOPs" in said and "moe is read before the end" in said
     assert "Mean of sets: -0.5000, one run each: no verdict; that is 185.2 times the largest noise measured" in said
-    assert "takes 3 seeds of each to be shown" in said and said.count("Noise between runs") == 1
+    assert "showing a difference of that size takes 3 seeds" in said and said.count("Noise between runs") == 1
     assert "better" not in said and "worse" not in said
 
 

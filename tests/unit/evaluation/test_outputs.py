@@ -44,15 +44,15 @@ def content(folder: Path) -> dict[str, bytes]:
         (["perplexity", "llama", "texts=[book.txt]"], "results holds results of tiny of llama with suite='tiny'"),
         (
             ["tiny", "llama", "limit=3"],
-            "results holds results of tiny of llama with limit=2.0, and this asks with limit=3.0",
+            "results holds results of tiny of llama with limit=2.0, and this command has limit=3.0",
         ),
         (
             ["tiny", "other"],
             "results holds results of tiny of llama, computed with other weights, settings or versions",
         ),
         (["tiny", "llama", "dtype=bfloat16"], "computed with other weights, settings or versions"),
-        (["tiny", "llama", "output=llama"], "llama holds config.json, which is no evaluation"),
-        (["tiny", "llama", "output=moe"], "moe holds README.md, which is no evaluation"),
+        (["tiny", "llama", "output=llama"], "llama holds config.json, which is not part of an evaluation"),
+        (["tiny", "llama", "output=moe"], "moe holds README.md, which is not part of an evaluation"),
     ],
 )
 def test_another_evaluation_does_not_replace_what_a_folder_holds(
@@ -175,7 +175,7 @@ def test_a_study_leaves_a_page_that_is_not_its_own(name: str, tmp_path: Path) ->
 def test_a_sample_is_not_made_in_a_folder_that_holds_something_else(tmp_path: Path) -> None:
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds no sample"):
+    with pytest.raises(ValueError, match="is not a sample"):
         sample.Stages(tmp_path, sample.SampleConfig(output=str(tmp_path)))
     assert content(tmp_path) == {"start/thesis.txt": b"mine"}
     assert sample.Stages(tmp_path / "new", sample.SampleConfig()).done == {}

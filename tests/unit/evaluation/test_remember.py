@@ -212,7 +212,7 @@ def test_answers_survive_a_kill_and_a_line_that_nobody_wrote_is_none(tmp_path: P
     path = next(tmp_path.glob("*/0.jsonl"))
     x, y = path.read_bytes().strip().split(b"\n")
     path.write_bytes(b"\n".join([x, line.encode("latin-1"), x.replace(b"1.25", b"9.25"), y[:-6]]))  # killed in y
-    with pytest.warns(UserWarning, match="a{32}: 3 lines are no answer .*asked again") as said:
+    with pytest.warns(UserWarning, match="a{32}: 3 lines are not an answer .*asked again") as said:
         second = Remembered(tmp_path, "a" * 64)
     assert [found.category for found in said].count(UserWarning) == 1
     assert second.answers == {"x": (-1.25, True)}

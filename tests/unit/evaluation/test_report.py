@@ -113,7 +113,7 @@ def test_the_page_says_what_the_numbers_say(tmp_path: Path, all_of_it: list[str]
     page, markdown, data = made(tmp_path, all_of_it, "Tiny")
     said = words_of(page)
     for words in (
-        "moe next to dense on All: 50.00 to 63.33 % (+13.33, over items, for these models alone:",
+        "moe next to dense on All: 50.00 to 63.33 % (+13.33, over items, for these models only:",
         "one run each: no verdict",
         "5 items that dense had wrong are right, 1 the other way round",
         "At equal tokens, interpolated, the validation loss of moe is lower than that of dense on 1 of 1 sets; mean 3.0000 to 2.5000",
@@ -471,7 +471,7 @@ def test_refusals_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "other.json").write_text("{}")
     cases: dict[str, tuple[list[str], str]] = {
-        "is nothing that a report shows": ([str(tmp_path / "empty")], "x.html"),
+        "is not something that a report shows": ([str(tmp_path / "empty")], "x.html"),
         "is not a file of `upcycle routing`": ([str(tmp_path / "other.json")], "x.html"),
         "must end in .html": ([str(tmp_path / "empty")], "x.doc"),
     }

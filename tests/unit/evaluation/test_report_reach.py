@@ -47,7 +47,7 @@ def test_nothing_is_put_in_and_nothing_is_fetched(tmp_path: Path, monkeypatch: p
         page, markdown, data = made(tmp_path, [str(moe), str(run)])
         for text in (page, markdown, json.dumps(data)):
             assert SECRET not in text and "oc.env" in text
-    assert "a report fetches no model" in page
+    assert "a report does not fetch models" in page
 
 
 def test_no_file_of_a_report_has_markup_of_others(tmp_path: Path) -> None:

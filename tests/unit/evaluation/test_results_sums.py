@@ -65,7 +65,7 @@ def test_each_digit_of_all_files_counts(folder: Path) -> None:
                 lambda f: facts.gather([str(f)], ""),
             ):
                 with pytest.raises(
-                    ValueError, match=r"not what was written|run the evaluation again|is it a results file"
+                    ValueError, match=r"was changed after it was written|run the evaluation again|is it a results file"
                 ):
                     read(folder)
         path.write_bytes(content)
@@ -80,7 +80,7 @@ DAMAGE = {
     "infinite": (lambda lines: [lines[0].replace("-2.0", "-1e999", 1), *lines[1:]], "that is not finite"),
     "a score": (lambda lines: [lines[0].replace('"acc": 1.0', '"acc": NaN'), *lines[1:]], "that is not finite"),
     "a choice": (lambda lines: [lines[0].replace('"A",', '"A", "E",'), *lines[1:]], "more choices than log-probabilities"),
-    "a reply": (lambda lines: [lines[0].replace('"resps": [[', '"resps": [[], ['), *lines[1:]], "not what lm-eval writes"),
+    "a reply": (lambda lines: [lines[0].replace('"resps": [[', '"resps": [[], ['), *lines[1:]], "lm-eval's format"),
 }  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_items_are_all_there_once_and_finite(folder: Path, name: str) -> None:
     changed = edit(lines)
     assert changed != lines
     samples.write_text("".join(line + "\n" for line in changed))
-    with pytest.raises(ValueError, match=r"its sha256 is not that in results_"):
+    with pytest.raises(ValueError, match=r"its sha256 is not the one in results_"):
         logged.load(folder)
     change(folder, lambda value: None)
     with pytest.raises(ValueError, match=says):
@@ -102,8 +102,8 @@ def test_items_are_all_there_once_and_finite(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("group_subtasks", {"all": ["more"], "more": ["all"]}, "the group all holds itself"),
-        ("n-shot", {"x": "five"}, "not what lm-eval writes .*'five'"),
+        ("group_subtasks", {"all": ["more"], "more": ["all"]}, "the group all contains itself"),
+        ("n-shot", {"x": "five"}, "lm-eval's format .*'five'"),
         ("config", {"model_num_parameters": "many"}, "model_num_parameters is .many."),
         ("configs", {}, ""),
         ("results", [], "is it a results file of lm-eval"),
@@ -120,7 +120,7 @@ def test_results_of_another_shape_are_a_sentence(folder: Path, key: str, value: 
 
 def test_a_model_that_gives_no_numbers_is_not_judged(tmp_path: Path) -> None:
     broken = replace(chosen("x", 0, 0, 0), logprobs=(math.nan, -1.0, -2.0, -3.0))
-    with pytest.raises(ValueError, match="item 0 of x has a number that is not finite; the model gives numbers"):
+    with pytest.raises(ValueError, match="item 0 of x has a number that is not finite; the model's answer"):
         write(tmp_path / "a", [task("x", 1)], [broken])
     assert not logged.is_run(tmp_path / "a")
 

@@ -188,7 +188,7 @@ def test_a_layer_without_a_figure_has_a_gap_in_the_table(moe: Path, texts: list[
 
 def test_refusals_are_one_sentence(moe: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     cases = {
-        "no text to route": config(moe, []),
+        "no text is given": config(moe, []),
         "is a dense model": config(moe.parent / "dense", texts),
         "start has no experts": config(moe, texts, start=str(moe.parent / "dense")),
         "granularity=3 must divide the 8 experts": config(moe, texts, granularity=3),

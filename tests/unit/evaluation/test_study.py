@@ -104,13 +104,13 @@ def test_an_upcycle_config_by_name_has_its_keys_and_a_seed(tmp_path: Path) -> No
     ("word", "said"),
     [
         ("output=", "output is not set; write output=FOLDER"),
-        ("control=moo", "control is 'moo', which is no arm (dense, moe, long); did you mean 'moe'?"),
+        ("control=moo", "control is 'moo', and there is no such arm (dense, moe, long); did you mean 'moe'?"),
         ("seeds=[0,0]", "give different numbers"),
         ("seeds=[]", "give different numbers"),
         ("workers=0", "workers is 0"),
         ("base=3", "base is 3; it must be keys and values"),
         ("wrokers=2", "unknown key 'wrokers'; did you mean 'workers'?"),
-        ("base.seed=3", "base.seed is set; the study sets it"),
+        ("base.seed=3", "base.seed is set, and the study sets it"),
         ("arms.moe.data.seed=3", "arms.moe.data.seed is set"),
         ("arms.moe.output=x", "arms.moe.output is set"),
         ("arms.moe.model.upcycle.seed=1", "arms.moe.model.upcycle.seed is set"),
@@ -120,18 +120,18 @@ def test_an_upcycle_config_by_name_has_its_keys_and_a_seed(tmp_path: Path) -> No
         ("arms.moe.model.upcycle.source=", "arm moe begins with no model"),
         ("arms.moe.model.source=dense", "arm moe: the model comes from model.source (a checkpoint) or model.upcycle"),
         ("arms.moe.data.sequence=11", "arm moe has data.sequence=11 and dense has 10"),
-        ("arms.long.steps=3", "arms.long has match='flops', of='moe' and steps; its steps follow from another arm's"),
+        ("arms.long.steps=3", "arms.long has match='flops', of='moe' and steps; its steps follow from another arm:"),
         ("arms.long.match=flop", "arms.long has match='flop'"),
         ("arms.long.of=", "arms.long has match='flops', of=''"),
-        ("arms.long.of=mow", "arms.long.of is 'mow', which is no arm"),
+        ("arms.long.of=mow", "arms.long.of is 'mow', and there is no such arm"),
         ("arms.moe.match=seconds", "arms.moe has match='seconds', of=''"),
-        ("arms.dense={model: {source: s}, match: flops, of: long}", "arms.dense.of is long, whose own steps follow"),
+        ("arms.dense={model: {source: s}, match: flops, of: long}", "arms.dense.of is long, whose steps follow"),
         ("arms.moe.model=3", "model of arm moe is 3; it must be keys and values"),
-        ("arms={a b: {model: {source: s}}, c: {}}", "'a b' is no name for an arm"),
-        ("means.in=[x,yy]", "means.in is 'yy', which is no validation set of data.valid (x, y, z); did you mean 'y'?"),
-        ("means.in=[]", "means.in is '', which is no validation set"),
-        ("primary={arm: mow, at: tokens, mean: in}", "primary.arm is 'mow', which is no arm (dense, moe, long)"),
-        ("primary={arm: moe, at: token, mean: in}", "primary.at is 'token', which is no question"),
+        ("arms={a b: {model: {source: s}}, c: {}}", "'a b' cannot be an arm's name"),
+        ("means.in=[x,yy]", "means.in is 'yy', and there is no such validation set of data.valid (x, y, z); did you mean 'y'?"),
+        ("means.in=[]", "means.in is '', and there is no such validation set"),
+        ("primary={arm: mow, at: tokens, mean: in}", "primary.arm is 'mow', and there is no such arm (dense, moe, long)"),
+        ("primary={arm: moe, at: token, mean: in}", "primary.at is 'token', and there is no such question"),
         ("primary={arm: moe}", "write primary={arm: ARM, at: tokens, mean: MEAN}"),
         ("tokens=x", "unknown key 'tokens'; write data, and ${data} where a config says ${tokens}"),
         ("base.data.valid=[]", "base.data.valid names no validation set"),
@@ -151,7 +151,7 @@ def test_what_is_wrong_is_one_sentence(
 
 
 def test_one_arm_has_nothing_next_to_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="arms has 1 of them; a study compares two or more"):
+    with pytest.raises(ValueError, match="arms has 1 entries; a study compares two or more"):
         plan_of(tmp_path, arms={"dense": STUDY["arms"]["dense"]})
 
 
@@ -244,12 +244,12 @@ def test_runs_of_other_data_or_of_another_model_are_not_compared(
     log(tmp_path / "study" / "runs" / "dense" / "seed-0", [{"step": 10}])
     assert not said()
     (shards / META).write_text("and again")
-    assert f"{shards} is not what the runs in {tmp_path / 'study'} began with" in said()
+    assert f"{shards} differs from the one that the runs in {tmp_path / 'study'} began with" in said()
     (shards / META).write_text("made again")
     assert not said()
     for model in (dense, other, teacher):
         make_llama(model, SHAPE, seed=1)
-        assert f"{model} is not what the runs" in said()
+        assert f"{model} differs from the one that the runs" in said()
         make_llama(model, SHAPE)
     assert not said()
 
@@ -550,7 +550,7 @@ def test_a_begun_run_keeps_its_config(done: Plan) -> None:
     other = plan_of(folder, arms=arms).trial("moe", 0, steps=100)
     before = other.file.read_text()
     with pytest.raises(
-        ValueError, match=r"seed-0 was trained with optim\.router_lr=0\.1 and the study now says 0\.2; ch"
+        ValueError, match=r"seed-0 was trained with optim\.router_lr=0\.1 and the study now has 0\.2; ch"
     ):
         other.write()
     assert other.file.read_text() == before
@@ -608,7 +608,7 @@ def test_one_that_fails_is_a_sentence_and_does_not_stop_the_others(script: Any) 
     failures = Workers(2, ["5", "7"]).run(jobs)
     assert failures == {
         "b": f"b failed: upcycle: it went ({jobs[1].log})",
-        "c": f"c did not come to its end:  ({jobs[2].log})",  # exit code 0, and nothing there
+        "c": f"c did not finish:  ({jobs[2].log})",  # exit code 0, and nothing there
     }
     assert all((job.folder / "done").exists() for job in (jobs[0], jobs[3], jobs[4]))
     assert {began(job)[0][1] for job in jobs} == {"5", "7"}

@@ -120,7 +120,7 @@ def test_a_question_in_a_pipe_is_answered(
     assert capsys.readouterr().out == generated(place / "llama", PROMPT) + "\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main(["chat", str(place / "llama"), *WORDS]) == 2
-    assert 'there is nothing to answer; write prompt="..."' in capsys.readouterr().err
+    assert 'prompt is empty and so is standard input; write prompt="..."' in capsys.readouterr().err
 
 
 def test_on_a_terminal_it_answers_line_after_line(place: Path) -> None:
@@ -148,7 +148,7 @@ def test_on_a_terminal_it_answers_line_after_line(place: Path) -> None:
         child.wait()
         os.close(ours)
     answer = generated(place / "llama", "the cat")
-    assert "/reset begins anew, Ctrl-D leaves\n" in shown and shown.count(answer) == 2
+    assert "/reset starts over, Ctrl-D leaves\n" in shown and shown.count(answer) == 2
 
 
 def test_ctrl_c_ends_an_answer_and_then_the_conversation(
@@ -179,7 +179,7 @@ def test_ctrl_c_ends_an_answer_and_then_the_conversation(
 
 def test_what_is_longer_than_the_context_is_a_sentence_and_forgotten(place: Path) -> None:
     talk = Talk(ChatConfig(str(place / "llama"), tokens=10_000, device="cpu"))
-    with pytest.raises(ValueError, match=r"tokens with all that was said, and the model's context is \d+; write less"):
+    with pytest.raises(ValueError, match=r"tokens with the conversation so far, and the model's context is \d+; write less"):
         talk.answer("the cat " * 500)
     assert talk.messages == [] and talk.answer("the cat")  # and no more tokens are asked for than there is room
 
@@ -201,14 +201,14 @@ def test_code_of_a_folder_runs_only_where_it_is_ours_or_trusted(
     words = ["chat", str(folder), "prompt=the cat", *WORDS]
     assert main(words) == 2 and not ran.exists()
     assert (
-        "modeling_upcycled.py is not the file that this version of upcycle ships; read what" in capsys.readouterr().err
+        "modeling_upcycled.py is not the file that this version of upcycle ships; read the code" in capsys.readouterr().err
     )
     file.unlink()
     assert main(words) == 2 and "write trust_remote_code=true to run it" in capsys.readouterr().err
     shutil.copy(place / "upcycled" / file.name, file)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "another"}))
-    assert main(words) == 2 and "which only code of its own can load" in capsys.readouterr().err
+    assert main(words) == 2 and "which only the folder's own code can load" in capsys.readouterr().err
     (folder / "config.json").write_text(json.dumps(config))
     file.write_text(f"{file.read_text()}\nopen({str(ran)!r}, 'w').close()\n")
     assert main([*words, "trust_remote_code=true"]) == 0 and ran.exists()
@@ -256,7 +256,7 @@ def test_a_model_that_is_not_whole_is_a_sentence(
     [
         ([], "write MODEL [key=value ...]"),
         (["{llama}", "and"], "write MODEL [key=value ...]"),
-        (["{llama}", "nproc=2"], "chat is one process; leave nproc out"),
+        (["{llama}", "nproc=2"], "chat runs in one process; leave nproc out"),
         (["{llama}", "temprature=0"], "did you mean 'temperature'"),
         (["{llama}", "temperature=-1"], "temperature is -1.0; it must be at least 0"),
         (["{llama}", "tokens=0"], "tokens is 0; it must be at least 1"),

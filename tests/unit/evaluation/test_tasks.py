@@ -117,7 +117,7 @@ def test_documents_that_are_nested_deeply_are_refused_at_once(tmp_path: Path) ->
     (tmp_path / "own.jsonl").write_text(json.dumps({"question": [["q"]]}) + "\n")
     assert len(offline.splits(tmp_path, "jsonl", "own.jsonl")["test"]) == 1
     (tmp_path / "own.jsonl").write_text(f'{{"question": ["q", {"[" * 30}"q"{"]" * 30}, "q"]}}\n')
-    with pytest.raises(ValueError, match="that make no table: it is nested too deeply"):
+    with pytest.raises(ValueError, match="that do not form a table: it is nested too deeply"):
         offline.splits(tmp_path, "jsonl", "own.jsonl")
 
 

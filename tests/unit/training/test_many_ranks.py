@@ -103,7 +103,7 @@ def test_ranks_lines_are_a_manifest(tmp_path: Path) -> None:
     assert saved.read(name, [(8, 8), (0, 3)]).shape == (0, 3)
     saved.tensors[name]["pieces"].pop(1)
     assert torch.equal(saved.read(name, [(4, 9), (0, 3)]), whole[4:9])
-    with pytest.raises(ValueError, match="does not hold all of"):
+    with pytest.raises(ValueError, match="does not contain all of"):
         saved.read(name, [(3, 9), (0, 3)])
     for bad in (every[:-1], [*every, every[0]]):
         with pytest.raises(ValueError, match="does not fill it"):

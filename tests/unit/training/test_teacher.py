@@ -145,7 +145,7 @@ def test_the_weight_goes_in_a_line() -> None:
         (["teacher.source=x"], r"teacher\.weight is 0; write a weight"),
         (["teacher.weight=1", "mesh.pp=2"], r"teacher\.weight=1 does not go with mesh\.pp=2"),
         (["teacher.weight=1", "teacher.source={other}"], r"vocabulary of 300 tokens and the model one of 400"),
-        (["teacher.weight=1", "model.upcycle=", "model.source={dense}"], r"no teacher is known"),
+        (["teacher.weight=1", "model.upcycle=", "model.source={dense}"], r"this config has no teacher"),
         (["teacher.weight=1", "teacher.source={place}/gone"], r"gone"),
     ],
 )
