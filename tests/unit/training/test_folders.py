@@ -74,7 +74,7 @@ def test_a_folder_of_another_kind_is_refused_and_stays_as_it_was(
         assert done == 0 and "nobody knows whether it is this run's model" in str(warned[-1].message)
         return
     assert done == 2 and held(run) == its_run and said.count("upcycle: ") == 1 and "Traceback" not in said
-    assert "exists" in said or "is no folder of a run" in said
+    assert "exists" in said or "is not a run" in said
     assert "choose another" in said or "write output=" in said
 
 
@@ -95,7 +95,7 @@ def test_the_output_is_not_the_export(place: Path, tmp_path: Path, capsys: pytes
     folder = tmp_path / "run"
     for key in ("export", "lora.export"):
         assert main(trains(place, f"output={folder}", "lora.rank=2", f"{key}={tmp_path}/./run")) == 2
-        assert f"{key}={folder} is the output too" in capsys.readouterr().err
+        assert f"{key}={folder} is also the output" in capsys.readouterr().err
     assert not folder.exists()
 
 

@@ -106,9 +106,9 @@ def test_ranks_lines_are_a_manifest(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not contain all of"):
         saved.read(name, [(3, 9), (0, 3)])
     for bad in (every[:-1], [*every, every[0]]):
-        with pytest.raises(ValueError, match="does not fill it"):
+        with pytest.raises(ValueError, match="do not fill it"):
             storage.joined({"step": 3}, bad)
-    with pytest.raises(ValueError, match="one name and different shapes"):
+    with pytest.raises(ValueError, match="the same name and different shapes"):
         storage.joined({}, [*every, every[0].split(b"\n")[0] + b'\n"b"\t{"dtype":"int8","shape":[]}\t1\t1\t{}'])
 
 
@@ -117,7 +117,7 @@ def test_each_rank_judges_its_share_of_a_manifest(tmp_path: Path) -> None:
     body["tensors"]["c"] = {**body["tensors"]["c"], "shape": [9, 4]}
     (tmp_path / storage.MANIFEST).write_bytes(storage.sealed(storage.encode(body)))
     for share in (slice(2, None, 4), slice(None)):
-        with pytest.raises(ValueError, match="what no save says"):
+        with pytest.raises(ValueError, match="which a save does not write|an impossible entry"):
             storage.read_manifest(tmp_path, share)
     for rank in (0, 1, 3):
         storage.read_manifest(tmp_path, slice(rank, None, 4))
