@@ -36,11 +36,15 @@ def check_folder(folder: Path, asked: Mapping[str, Any], identity: str = "") -> 
     there = sorted(folder.iterdir()) if folder.is_dir() else []
     stranger = next((path for path in there if not any(path.match(pattern) for pattern in BEGUN)), None)
     if stranger and not found:
-        raise ValueError(f"{folder} holds {stranger.name}, which is not part of an evaluation; write output=FOLDER with a new one")
+        raise ValueError(
+            f"{folder} holds {stranger.name}, which is not part of an evaluation; write output=FOLDER with a new one"
+        )
     for path in found:
         before = strict.read_object(path, constants=True)
         if said := difference(before, asked, identity):
-            raise ValueError(f"{folder} holds results of {said}; write output=FOLDER with a new one, or remove {folder}")
+            raise ValueError(
+                f"{folder} holds results of {said}; write output=FOLDER with a new one, or remove {folder}"
+            )
 
 
 def difference(before: Mapping[str, Any], asked: Mapping[str, Any], identity: str) -> str:

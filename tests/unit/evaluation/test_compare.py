@@ -347,7 +347,10 @@ def test_the_command_prints_and_writes(
     said = capsys.readouterr().out
     assert "one run each: no verdict; 1 headline and 2 part comparisons, p over seeds corrected by Holm" in said
     assert "| All | acc % | 50.00 | 63.33 | +13.33 |  |  | one run each: no verdict | 30 | 30 |" in said
-    assert "All: +13.33 is 2.1 times the largest noise measured (6.29); showing a difference of that size takes 4 seeds" in said
+    assert (
+        "All: +13.33 is 2.1 times the largest noise measured (6.29); showing a difference of that size takes 4 seeds"
+        in said
+    )
     assert "standard deviation over three seeds of 0.16 to 1.00 points" in said
     assert "better" not in said and "worse" not in said
     assert "6 items flipped: 5 gained, 1 lost" in said

@@ -128,9 +128,15 @@ def test_an_upcycle_config_by_name_has_its_keys_and_a_seed(tmp_path: Path) -> No
         ("arms.dense={model: {source: s}, match: flops, of: long}", "arms.dense.of is long, whose steps follow"),
         ("arms.moe.model=3", "model of arm moe is 3; it must be keys and values"),
         ("arms={a b: {model: {source: s}}, c: {}}", "'a b' cannot be an arm's name"),
-        ("means.in=[x,yy]", "means.in is 'yy', and there is no such validation set of data.valid (x, y, z); did you mean 'y'?"),
+        (
+            "means.in=[x,yy]",
+            "means.in is 'yy', and there is no such validation set of data.valid (x, y, z); did you mean 'y'?",
+        ),
         ("means.in=[]", "means.in is '', and there is no such validation set"),
-        ("primary={arm: mow, at: tokens, mean: in}", "primary.arm is 'mow', and there is no such arm (dense, moe, long)"),
+        (
+            "primary={arm: mow, at: tokens, mean: in}",
+            "primary.arm is 'mow', and there is no such arm (dense, moe, long)",
+        ),
         ("primary={arm: moe, at: token, mean: in}", "primary.at is 'token', and there is no such question"),
         ("primary={arm: moe}", "write primary={arm: ARM, at: tokens, mean: MEAN}"),
         ("tokens=x", "unknown key 'tokens'; write data, and ${data} where a config says ${tokens}"),

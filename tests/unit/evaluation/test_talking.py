@@ -179,7 +179,9 @@ def test_ctrl_c_ends_an_answer_and_then_the_conversation(
 
 def test_what_is_longer_than_the_context_is_a_sentence_and_forgotten(place: Path) -> None:
     talk = Talk(ChatConfig(str(place / "llama"), tokens=10_000, device="cpu"))
-    with pytest.raises(ValueError, match=r"tokens with the conversation so far, and the model's context is \d+; write less"):
+    with pytest.raises(
+        ValueError, match=r"tokens with the conversation so far, and the model's context is \d+; write less"
+    ):
         talk.answer("the cat " * 500)
     assert talk.messages == [] and talk.answer("the cat")  # and no more tokens are asked for than there is room
 
@@ -201,7 +203,8 @@ def test_code_of_a_folder_runs_only_where_it_is_ours_or_trusted(
     words = ["chat", str(folder), "prompt=the cat", *WORDS]
     assert main(words) == 2 and not ran.exists()
     assert (
-        "modeling_upcycled.py is not the file that this version of upcycle ships; read the code" in capsys.readouterr().err
+        "modeling_upcycled.py is not the file that this version of upcycle ships; read the code"
+        in capsys.readouterr().err
     )
     file.unlink()
     assert main(words) == 2 and "write trust_remote_code=true to run it" in capsys.readouterr().err
