@@ -2,6 +2,8 @@
 
     python -m tests.islands --kills 50 --seed 0        processes, a slow link, SIGKILL at random moments: minutes
     python -m tests.islands --frames 10000             changed frames at a server in this process
+    python -m tests.islands --flips 150                one changed bit in the log or the snapshot of a server's folder
+    python -m tests.islands --poison 50                islands with the secret that push what harms
     python -m tests.islands --codec 40                 bytes a number and GB/s of a model of 40 M numbers, one core (--device cuda: a GPU)
 
 Each island makes a fixed number of pushes of numbers whose sums are exact in float32. So whatever was killed, cut, sent
@@ -12,10 +14,14 @@ what the server says it has. Islands keep what a run's checkpoint would hold, no
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import math
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,7 +39,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from training.islands import center
-from training.islands.center import Center
+from training.islands.center import Bounds, Center
 from training.islands.config import IslandsConfig
 from training.islands.journal import Journal
 from training.islands.link import frames, wire
@@ -48,6 +54,7 @@ from upcycle.io import disk
 SECRET = b"0123456789abcdef0123456789abcdef"
 LAYOUT = Layout({"layers.0.ffn.experts.up": (4, 1000), "layers.0.attention.q.weight": (50, 40), "norm.weight": (99,)})
 SHARE = 0.02
+HEAD: dict[str, Any] = {"steps": 1, "tokens": 1, "decay": 0.0, "all": False}
 
 
 def start() -> Tensor:
@@ -90,12 +97,11 @@ class Islander:
             self.seq = self.told["seq"]
         return self.told
 
-    def message(self) -> bytes:
+    def message(self) -> bytearray:
         last = self.seq + 1 == self.pushes
         count = LAYOUT.size if last else round(SHARE * LAYOUT.size)
         sent = Push(self.unsent).push(delta(self.name, self.seq + 1)[None], [count])
-        head = {"steps": 1, "tokens": 1, "decay": 0.0, "all": False}
-        return center.join(head, wire.encode(sent, LAYOUT.size))
+        return center.join(HEAD, wire.encode(sent, LAYOUT.size))
 
     def exchange(self) -> None:
         data = self.message()
@@ -131,7 +137,7 @@ def expected(pushes: dict[str, int]) -> Tensor:
 
 def made(folder: Path, listen: str = "127.0.0.1:0", **words: Any) -> tuple[Center, Journal, Server]:
     config = IslandsConfig(listen=listen, **words)
-    here = Center(LAYOUT, start(), config)
+    here = Center(LAYOUT, start(), config, bounds=Bounds(rate=0.05))
     here.rule.worth = 0.0  # so that every number is told
     journal = Journal(folder, here)
     return here, journal, Server(here, journal, config, SECRET)
@@ -191,16 +197,16 @@ def mutants(server: Server, count: int, seed: int) -> dict[str, int]:
     """Changed frames. Half are changed on the wire, and must be no frames at all; half by somebody who has the secret,
     and must be refused or be a push that counts as it is."""
     draw, found = random.Random(seed), {"cut": 0, "refused": 0, "taken": 0}
-    total, pushed = server.center.rule.model.clone(), 0
+    total, quarantined = server.center.rule.model.clone(), 0
     wires: list[bytes] = []
     for number in range(count):
         sent = Sparse(torch.tensor([1, 5000]), torch.tensor([0.5, -0.25]))
-        good = center.join({"steps": 1, "tokens": 1, "decay": 0.0, "all": False}, wire.encode(sent, LAYOUT.size))
-        member = server.center.members.get("mutant")
+        good = center.join(HEAD, wire.encode(sent, LAYOUT.size))
+        name = f"mutant-{quarantined}"
+        member = server.center.members.get(name)
         seq = 0 if member is None else member.seq
-        with channel(server, seq=seq) as link:
-            member = server.center.members["mutant"]
-            seq = member.seq
+        with channel(server, name, seq) as link:
+            seq = server.center.members[name].seq
             if number % 2:
                 data = mutate(good, draw)
                 link.send(frames.PUSH, seq + 1, payload=data)
@@ -210,9 +216,11 @@ def mutants(server: Server, count: int, seed: int) -> dict[str, int]:
                     taken = wire.decode(center.split(data)[1], LAYOUT.size)
                     total[taken.index] -= taken.value
                     found["taken"] += 1
-                    pushed += 1
                 else:
                     found["refused"] += 1
+                if server.center.members[name].bad:
+                    quarantined += 1
+                    total = server.center.rule.model.clone()  # its last pushes are taken back
             else:
                 wires.clear()
                 link.write = lambda data: wires.append(bytes(data))  # type: ignore[method-assign]
@@ -229,6 +237,105 @@ def mutants(server: Server, count: int, seed: int) -> dict[str, int]:
                 except (frames.Cut, OSError):
                     found["cut"] += 1
     assert torch.equal(server.center.rule.model, total), "a frame that was refused has changed the model"
+    return found
+
+
+# ---- damaged folders, and islands that harm
+
+
+def kept(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state that a server begins with in a folder."""
+    here, journal, server = made(folder)
+    server.close()
+    journal.close()
+    return here.state()
+
+
+def used(folder: Path) -> None:
+    """Make a server's folder with two snapshots and their logs."""
+    _, journal, server = made(folder)
+    server.close()
+    ones = [Islander(name, 1, 99) for name in ("a", "b")]
+    for one in ones:
+        journal.add(frames.JOIN, one.name)
+    for number in range(9):
+        for one in ones:
+            data = one.message()
+            journal.add(frames.PUSH, one.name, one.seq + 1, data)
+            one.seq += 1
+        if number in (3, 6):
+            journal.save()
+    journal.close()
+
+
+def flips(folder: Path, count: int, seed: int) -> dict[str, int]:
+    """Change one bit in the newest snapshot or its log, and begin a server there. `named`: it says so and refuses;
+    `replaced`: it says so and has everything, from the snapshot before; `cut`: it says so, cuts a torn end off, and keeps
+    a copy; `silent`: it says nothing."""
+    draw, found = random.Random(seed), {"named": 0, "replaced": 0, "cut": 0, "silent": 0}
+    used(folder / "good")
+    tensors, facts = kept(folder / "good")
+    for number in range(count):
+        place = folder / f"bad-{number}"
+        shutil.copytree(folder / "good", place)
+        files = sorted(place.iterdir(), key=lambda path: int("".join(filter(str.isdigit, path.stem))))[-2:]
+        file, said = files[number % 2], io.StringIO()
+        data = bytearray(file.read_bytes())
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        file.write_bytes(data)
+        outcome = "silent"
+        with contextlib.redirect_stderr(said):
+            try:
+                got, figures = kept(place)
+            except ValueError as error:
+                outcome = "named" if str(file) in str(error) else "silent"
+            else:
+                same = figures == facts and all(torch.equal(got[name], tensors[name]) for name in tensors)
+                if str(file) in said.getvalue():
+                    outcome = "replaced" if same else "cut" if list(place.glob("*.torn-*")) else "silent"
+        found[outcome] += 1
+        shutil.rmtree(place)
+    return found
+
+
+POISON: list[dict[str, Any]] = [
+    {"steps": -1}, {"steps": 10**9}, {"steps": "1"}, {"steps": None}, {"tokens": 10**400}, {"tokens": -1},
+    {"decay": None}, {"decay": "abc"}, {"decay": -1.0}, {"decay": 1e6}, {"decay": 1e308}, {"all": "yes"}, {"all": None},
+    {"bias_rate": None}, {"bias_rate": "abc"}, {"bias_rate": 1e308}, {"value": 3.38e38}, {"value": 1e30}, {"value": 1e6},
+    {"value": 99.0}, {"value": math.inf}, {"value": math.nan},
+]  # fmt: skip
+
+
+def poisons(server: Server, count: int, seed: int) -> dict[str, int]:
+    """Islands that push what harms, while a healthy island goes on. What is refused must change nothing; what an island in
+    quarantine has pushed before must be taken back."""
+    draw, found = random.Random(seed), {"refused": 0, "quarantined": 0, "harmless": 0}
+    healthy = Islander("healthy", server.port, count + 1)
+    healthy.join()
+    for number in range(count):
+        change = POISON[number % len(POISON)]
+        name = f"bad-{number}"
+        index = torch.arange(LAYOUT.size) if draw.random() < 0.5 else torch.tensor([1, 5000])
+        good = wire.encode(Sparse(index[:2], torch.tensor([0.5, -0.25])), LAYOUT.size)
+        sent = Sparse(index, torch.full((len(index),), change.get("value", 0.5)))
+        with channel(server, name) as link:
+            link.send(frames.PUSH, 1, payload=center.join(HEAD, good))
+            assert link.receive(1 << 20).kind == frames.OK
+            head = HEAD | {key: value for key, value in change.items() if key != "value"}
+            body = wire.encode(sent, LAYOUT.size) if "value" in change else good
+            link.send(frames.PUSH, 2, payload=center.join(head, body))
+            answer = link.receive(1 << 20)
+            if answer.kind == frames.NO and b"quarantine" in answer.payload:
+                found["quarantined"] += 1
+            else:
+                found["refused" if answer.kind == frames.NO else "harmless"] += 1
+                if answer.kind == frames.OK:
+                    assert "bias_rate" in change, change
+                link.send(frames.LEAVE, 1 + (answer.kind == frames.OK))
+                link.receive(1 << 20)
+        healthy.exchange()
+        assert bool(server.center.rule.model.isfinite().all())
+        assert torch.equal(healthy.has, server.center.rule.model), "the healthy island has another model"
     return found
 
 
@@ -314,6 +421,8 @@ def main() -> None:
     parser.add_argument("--child", nargs="+")
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--frames", type=int, default=0)
+    parser.add_argument("--flips", type=int, default=0)
+    parser.add_argument("--poison", type=int, default=0)
     parser.add_argument("--codec", type=int, default=0, help="million numbers")
     parser.add_argument("--device", default="cpu", help="of the codec")
     parser.add_argument("--seed", type=int, default=0)
@@ -328,6 +437,12 @@ def main() -> None:
         codec(words.codec, words.device)
     if words.kills:
         campaign(words.kills, words.seed, words.islands, words.pushes, words.throttle)
+    if words.flips:
+        with tempfile.TemporaryDirectory() as place:
+            print(flips(Path(place), words.flips, words.seed))
+    if words.poison:
+        with tempfile.TemporaryDirectory() as place, serving(Path(place)) as server:
+            print(poisons(server, words.poison, words.seed))
     if words.frames:
         with tempfile.TemporaryDirectory() as place, serving(Path(place)) as server:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - one line of the server for each

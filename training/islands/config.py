@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from training.config.schema import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,16 @@ class IslandsConfig:
     @property
     def asked(self) -> bool:
         return bool(self.join)
+
+
+def agreed(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings, by key, in which islands must agree with their server."""
+    schedule = {f"schedule.{key}": value for key, value in asdict(config.schedule).items()}
+    optim = ("weight_decay", "router_decay", "router_lr", "expert_lr", "embed_lr")
+    own = {f"optim.{key}": getattr(config.optim, key) for key in optim}
+    own |= {f"islands.{key}": getattr(config.islands, key) for key in ("every", "gain")}
+    groups = [asdict(group) for group in config.optim.groups]
+    return schedule | own | {"optim.groups": groups, "balance.bias_rate": config.balance.bias_rate}
 
 
 def address(text: str, key: str) -> tuple[str, int]:

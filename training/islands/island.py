@@ -30,6 +30,7 @@ from torch import Tensor
 from training.data.mixture import DataConfig
 from training.islands import center
 from training.islands.center import Again
+from training.islands.config import agreed
 from training.islands.link import frames, wire
 from training.islands.link.client import Link
 from training.islands.link.server import BLOCK
@@ -129,6 +130,7 @@ class Island:
         problem = ""
         if self.run.leads:
             who = {"name": self.name, "layout": self.layout.digest, "rule": self.config.rule, "has": self.joined}
+            who["agreed"] = agreed(self.run.whole)
             try:
                 self.link = Link(self.config, frames.secret_of(self.config.secret), who, self.seq)
                 told = self.link.introduce(self.longest)
@@ -223,7 +225,7 @@ class Island:
         tokens = self.steps * self.run.config.batch * self.run.config.data.sequence
         head: dict[str, Any] = {"steps": self.steps, "tokens": tokens, "decay": self.learned * gain, "all": all}
         if self.moves_bias:
-            head |= {"loads": loads.tolist(), "bias_rate": self.run.config.balance.bias_rate}
+            head["loads"] = loads.tolist()
         size = self.layout.size
         data = center.join(head, *writer.parts()) if self.run.leads else b""
         del writer  # it is as large as the push
@@ -399,7 +401,7 @@ class Island:
         order = index.argsort()
         return Sparse(index[order], value[order])
 
-    def ask(self, kind: int, data: bytes = b"", seq: int = 0) -> bytes:
+    def ask(self, kind: int, data: bytes | bytearray = b"", seq: int = 0) -> bytes:
         """Ask the server from rank 0; return the answer on all ranks, or raise rank 0's error on all."""
         answer, again, problem = b"", "", ""
         if self.link is not None:

@@ -18,11 +18,12 @@ from training.checkpoint.layout import Origin
 from training.checkpoint.state import found, step_of
 from training.config.schema import TrainConfig
 from training.experts import SPECIFICATION
-from training.islands.center import Center
+from training.islands.center import Bounds, Center
+from training.islands.config import agreed
 from training.islands.journal import Journal
 from training.islands.link import frames
 from training.islands.link.server import Server
-from training.islands.places import Layout
+from training.islands.places import Layout, Place
 from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.optim.slots import make_slot
@@ -54,13 +55,14 @@ def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> t
     with alone(Path(config.output)), Stop() as stop, source(config, observing(config, torch.device("cpu"))) as origin:
         mesh = ParallelMesh(MeshConfig(), device_type="cpu")
         model = made(config, origin, mesh)
-        center = Center(layout_of(model), vector(model), config.islands, bias_of(config, model))
+        own = layout_of(model)
+        center = Center(own, vector(model), config.islands, bias_of(config, model), bounds_of(config, own))
         del model
         journal = Journal(folder, center)
         try:
             check_export(config, config.steps if center.done else 0)
             if not center.done:
-                server = Server(center, journal, config.islands, secret)
+                server = Server(center, journal, config.islands, secret, agreed(config))
                 print(f"islands: {center.layout.size:,} numbers, listening on port {server.port}", flush=True)
                 asked = ready(server)
                 server.run(lambda: stop.signal is not None or asked())
@@ -114,6 +116,18 @@ def routers(model: Decoder) -> list[Tensor]:
 def bias_of(config: TrainConfig, model: Decoder) -> Tensor | None:
     """Return the routers' selection biases (layers, experts), or None where load does not move them."""
     return torch.stack(routers(model)) if config.balance.bias_rate else None
+
+
+def bounds_of(config: TrainConfig, layout: Layout) -> Bounds:
+    """Return what the config allows a push to change."""
+
+    def empty(place: Place) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.empty(place.shape, device="meta"))
+
+    slots = [make_slot(config.optim, p.name, empty(p), {}) for p in layout.places.values()]
+    rates = torch.tensor([slot.multiplier for slot in slots], dtype=torch.float64)
+    decays = torch.tensor([slot.decay for slot in slots], dtype=torch.float64) * rates
+    return Bounds(config.schedule.peak, rates, decays, config.balance.bias_rate)
 
 
 @torch.no_grad()

@@ -79,11 +79,11 @@ class Link:
         self.seq = told["seq"] if not told["goes_on"] else self.seq
         return told
 
-    def ask(self, kind: int, payload: bytes = b"", seq: int = 0) -> bytes:
+    def ask(self, kind: int, payload: bytes | bytearray = b"", seq: int = 0) -> bytes:
         """Ask until the server answers, and return the answer. Raise Again if this island must take the whole model."""
         return self.persist(lambda: self.once(kind, payload, seq))
 
-    def once(self, kind: int, payload: bytes, seq: int) -> bytes:
+    def once(self, kind: int, payload: bytes | bytearray, seq: int) -> bytes:
         self.connected(fresh=False)
         assert self.channel is not None
         self.channel.send(kind, seq, payload=payload)

@@ -30,7 +30,7 @@ SENTENCE = 512  # most bytes of a refusal
 LEAST = 16  # least bytes of a secret
 BLOCK = 1 << 20
 
-JOIN, TAKE, PUSH, LEAVE, OK, AGAIN, NO = range(1, 8)  # kinds of frames: four from an island, three answers
+JOIN, TAKE, PUSH, LEAVE, OK, AGAIN, NO, WAIT = range(1, 9)  # kinds of frames: four from an island, four answers
 
 
 class Cut(ConnectionError):
@@ -74,7 +74,7 @@ class Channel:
 
     # ---- bytes
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)
         step = BLOCK if not self.bucket.rate else max(int(self.bucket.rate * 0.01), 256)
         for at in range(0, len(view), step):
@@ -104,7 +104,7 @@ class Channel:
 
     # ---- frames
 
-    def send(self, kind: int, seq: int = 0, number: int = 0, payload: bytes = b"") -> None:
+    def send(self, kind: int, seq: int = 0, number: int = 0, payload: bytes | bytearray = b"") -> None:
         header = HEADER.pack(len(payload), kind, seq, number)
         self.write(header + self.total(self.out_key, self.out_count, b"h", header))
         if payload:
@@ -127,7 +127,7 @@ class Channel:
         return Frame(kind, seq, number, payload)
 
     @staticmethod
-    def total(key: bytes, count: int, part: bytes, data: bytes) -> bytes:
+    def total(key: bytes, count: int, part: bytes, data: bytes | bytearray) -> bytes:
         made = hmac.new(key, part + count.to_bytes(8, "little"), "sha256")
         made.update(data)
         return made.digest()[:SUM]

@@ -11,9 +11,10 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from training.islands.center import NAME, Again, Center, Member
+from training.islands.center import HEAD, NAME, Again, Center, Member, Poison
 from training.islands.config import IslandsConfig, address
 from training.islands.journal import Journal
 from training.islands.link import frames
@@ -30,8 +31,17 @@ LETTERS = re.compile(r"[A-Za-z0-9._-]{1,%d}" % NAME, re.ASCII)  # noqa: UP031
 
 
 class Server:
-    def __init__(self, center: Center, journal: Journal, config: IslandsConfig, secret: bytes) -> None:
+    def __init__(
+        self,
+        center: Center,
+        journal: Journal,
+        config: IslandsConfig,
+        secret: bytes,
+        agreed: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`agreed`: settings, by key, that every island must have."""
         self.center, self.journal, self.config, self.secret = center, journal, config, secret
+        self.agreed = agreed or {}
         self.changed = threading.Condition()  # guards center and journal
         self.strangers = threading.BoundedSemaphore(STRANGERS)
         self.deadlines: dict[socket.socket, float] = {}  # when a stranger's connection is closed
@@ -139,7 +149,7 @@ class Server:
 
     def introduced(self, channel: Channel) -> str:
         """Answer the first frame, in which an island introduces itself; return its name."""
-        frame = channel.receive(frames.SENTENCE)
+        frame = channel.receive(HEAD)
         try:
             if frame.kind != JOIN:
                 raise ValueError(f"a connection begins with a frame of kind {frame.kind}; it must begin with {JOIN}")
@@ -155,8 +165,16 @@ class Server:
                         f"island {name} has another {'model' if key == 'layout' else 'islands.rule'} than the server; "
                         "start both with the same config"
                     )
+            theirs = strict.held(asked.get("agreed", {}), dict[str, Any], "an island's settings")
+            for key, value in self.agreed.items():
+                if theirs.get(key) != value:
+                    raise ValueError(
+                        f"island {name} has {key}={strict.short(theirs.get(key))}, and the server has "
+                        f"{strict.short(value)}; start both with the same config"
+                    )
             with self.changed:
                 has = asked.get("has") is True
+                self.center.check_good(name)
                 goes_on = has and self.center.knows(name, frame.seq)
                 if has and not goes_on:  # the server forgot its state; it may join again with nothing
                     channel.send(OK, payload=b'{"goes_on": false}')
@@ -186,7 +204,8 @@ class Server:
         return hashlib.sha256(memoryview(self.center.rule.has[member.number].numpy())).hexdigest()
 
     def answer(self, channel: Channel, name: str, frame: Frame) -> None:
-        data, kind = b"", OK
+        data: bytes | bytearray = b""
+        kind = OK
         try:
             with self.changed:
                 if self.connections.get(name) is not channel:
@@ -209,12 +228,18 @@ class Server:
             kind, data = NO, str(error).encode()[: frames.SENTENCE]
         channel.send(kind, frame.seq, member.number, data)
 
-    def push(self, channel: Channel, name: str, frame: Frame) -> bytes:
+    def push(self, channel: Channel, name: str, frame: Frame) -> bytes | bytearray:
         member = self.center.members[name]
         data = self.center.answer(name, frame.seq, frame.payload)
         if data is None and member.seq < frame.seq:
-            self.center.read(frame.payload)  # a bad push is refused before it is an event
-            self.event(PUSH, name, frame.seq, frame.payload)
+            try:
+                self.event(PUSH, name, frame.seq, frame.payload)
+            except Poison as error:
+                why = str(error)
+                self.write(lambda: self.journal.quarantine(name, why))
+                self.changed.notify_all()
+                print(f"island {name} is in quarantine, because {why}; its last pushes are taken back", flush=True)
+                raise ValueError(f"island {name} is in quarantine, because {why}") from None
         while data is None:  # a round is not over
             data = self.center.answer(name, frame.seq, frame.payload)
             if data is None:
@@ -231,12 +256,16 @@ class Server:
         return memoryview(self.center.rule.has[member.number].numpy()).cast("B")[at : at + BLOCK].tobytes()
 
     def event(self, kind: int, name: str, seq: int = 0, data: bytes = b"") -> None:
+        self.write(lambda: self.journal.add(kind, name, seq, data))
+        self.last[name] = time.monotonic()
+
+    def write(self, change: Callable[[], None]) -> None:
+        """Change the journal; an error of the disk ends the server."""
         try:
-            self.journal.add(kind, name, seq, data)
+            change()
         except OSError as error:
             self.failed = error
             raise Cut("the server cannot write") from error
-        self.last[name] = time.monotonic()
         self.changed.notify_all()
 
     def drop(self, channel: Channel) -> None:

@@ -5,6 +5,7 @@
         .join(island), .leave(island)
         .push(island, sent)                                             take in what an island sent
         .pull(island, all=False) -> Sparse | None                       numbers to add to its copy; None: not yet
+        .undo(change)                                                   take back what an island changed
     SHARE                                                               share that is sent; None: the config's
     gain(islands) -> float                                              factor of everything that is sent
     KEEPS                                                               an island keeps its unsent residual

@@ -63,6 +63,8 @@ class Pull:
     `worth`: a place waits while its difference is at most this share of the weight. Without it the rounding errors of
     every answer would make another answer as long as the first."""
 
+    LINEAR: tuple[str, ...] = ("model",)  # tensors (P,) that are sums over all pushes
+
     def __init__(
         self,
         model: Tensor,
@@ -114,6 +116,11 @@ class Pull:
         value = self.wire(difference[index])
         has[index] += value
         return Sparse(index + first, value), first + len(model)
+
+    def undo(self, change: Tensor) -> None:
+        """Take back a change of each tensor in LINEAR (L, P)."""
+        for name, x in zip(self.LINEAR, change, strict=True):
+            getattr(self, name).sub_(x)
 
     def state(self) -> dict[str, Tensor]:
         return {"model": self.model, **{f"has.{island}": has for island, has in self.has.items()}}

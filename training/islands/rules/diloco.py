@@ -28,6 +28,8 @@ def gain(islands: int) -> float:
 
 
 class Pull(dgs.Pull):
+    LINEAR = ("model", "outer", "sum")
+
     def __init__(
         self,
         model: Tensor,

@@ -229,8 +229,11 @@ def test_an_exchange_is_in_parts_and_they_are_the_whole(place: Path, tmp_path: P
 def test_what_does_not_go_with_islands_is_said(place: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"optim.average=0.5 does not go with islands.join"):
         joined(place, tmp_path, "a", 1, "optim.average=0.5")
-    with server(served(place, tmp_path)):
-        pass
+    with (
+        server(served(place, tmp_path, "schedule.peak=1e-3")) as here,
+        pytest.raises(ValueError, match=r"island a has schedule.peak=0.002, and the server has 0.001; start both"),
+    ):
+        train(joined(place, tmp_path, "a", here.port, "schedule.peak=2e-3"))
     with pytest.raises(ValueError, match="set it back, or choose another output"):
         run_module.serve(served(place, tmp_path, "islands.rule=dense"))
 

@@ -19,6 +19,7 @@ import torch
 
 from tests import islands
 from tests.islands import LAYOUT, SECRET, Islander, expected, serving
+from training.islands import journal as journal_module
 from training.islands.center import Again
 from training.islands.config import IslandsConfig
 from training.islands.link import frames
@@ -106,7 +107,9 @@ def test_a_server_that_is_killed_begins_again_bit_for_bit(tmp_path: Path) -> Non
         before = server.center.state()
         log = server.journal.log(server.journal.number)
     whole = log.read_bytes()
-    log.write_bytes(whole + whole[: len(whole) // 3])  # an event that was being written
+    log.write_bytes(
+        whole + whole[71 : 71 + len(whole) // 3]
+    )  # behind the snapshot's sum: an event that was being written
     with serving(tmp_path) as server:
         after = server.center.state()
         assert after[1] == before[1] and after[0].keys() == before[0].keys()
@@ -139,11 +142,11 @@ def test_what_is_not_on_the_disk_has_not_happened(tmp_path: Path, monkeypatch: p
     one = Islander("a", 1, 9)
     data, before, size = one.message(), here.rule.model.clone(), journal.log(0).stat().st_size
 
-    def full() -> None:
+    def full(file: object) -> None:
         raise OSError(errno.ENOSPC, "No space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "sync", full)
+        patch.setattr(journal_module, "sync", full)
         with pytest.raises(OSError, match="No space"):
             journal.add(frames.PUSH, "a", 1, data)
     assert here.pushes == 0 and torch.equal(here.rule.model, before)
