@@ -1,18 +1,18 @@
-"""Is upcycling real? `make demo`: from nothing to a report in a few minutes on a laptop's CPU, without network.
+"""Show that upcycling is real: from nothing to a report in minutes on a laptop's CPU, without network (`make demo`).
 
 usage: python -m examples.demo [key=value ...]
 
   python -m examples.demo
   python -m examples.demo output=runs/again seed=1
 
-A small dense Llama learns to read Python's standard library, which lies on every machine. It is converted, twice:
-`copies`, 8 whole copies of each FFN of which a token takes 2, and `groups`, 4 copies cut into 4 parts of which a token
-takes each part from the copy that its router likes best: one whole FFN. Then the dense model and both mixtures go on,
-side by side, with the same tokens and the same settings but for those that a choice in each slice brings, which the end
-names, and are compared: loss on files that none has seen, lm-eval's items, which expert is used where.
+A small dense Llama learns Python's standard library, which every machine has. Two conversions follow. `copies` has 8
+whole copies of each FFN, and a token uses 2. `groups` has 4 copies cut into 4 parts; for each part a token uses the copy
+that its router likes best, so it uses one whole FFN. Then the dense model and both MoEs train on the same tokens with the
+same settings, except for those that a choice in each slice changes; the last lines name them. The report compares loss on
+files that no model has seen, lm-eval's items, and the use of experts.
 
-Each stage is commands that are printed before they run, so that a person can type them. A finished stage is skipped; an
-interrupted one goes on where it stopped. `demo` below is the table of contents.
+Each stage prints its commands before it runs them, so that a person can type them. A finished stage is skipped; an
+interrupted one continues where it stopped. The function `demo` below is the table of contents.
 
 keys, with defaults and meaning: docs/config.md
 """
@@ -23,7 +23,7 @@ import sys
 
 from upcycle.cli import frame as cli
 
-if __name__ == "__main__":  # before the imports below, which take seconds
+if __name__ == "__main__":  # before the imports below, because they take seconds
     cli.program("examples.demo")
 
 import os
@@ -52,14 +52,14 @@ DENSE, COPIES, GROUPS = ARMS = (sample.DENSE, "copies", "groups")
 
 @dataclass(frozen=True)
 class DemoConfig(SampleConfig):
-    output: str = "runs/demo"  # the folder of all that is made
-    steps: int = 200  # steps that all go on
+    output: str = "runs/demo"  # the folder for everything that the demo writes
+    steps: int = 200  # steps of the training that follows the conversion
 
 
 def demo(config: DemoConfig) -> int:
     here = Path(config.output)
     stage, dense, suite, unseen = Stages(here, config), here / DENSE, here / "suite.yaml", texts(here, "valid")
-    # tiny is a ready config: 4 copies of 4 slices, and the router chooses in each
+    # the ready config tiny: 4 copies of 4 slices, and the router chooses a copy for each slice
     learned = ",".join(map(str, texts(here, "train")))
     groups = ["tiny", f"calibration.texts=[{learned}]"]
     ways = {COPIES: ["experts=8", "top_k=2"], GROUPS: groups}
@@ -70,7 +70,7 @@ def demo(config: DemoConfig) -> int:
         verify_words = [dense, here / arm, f"text=[{','.join(map(str, unseen))}]"]
         stage(f"convert {arm}", f"Upcycle it: {arm}", call, "convert", *words, *convert_words)
         stage(f"verify {arm}", "Is it the same function?", call, "verify", *verify_words)
-    stage("train", f"Go on, side by side: {', '.join(ARMS)}", go_on, config)
+    stage("train", f"Continue, side by side: {', '.join(ARMS)}", go_on, config)
     stage("suite", "lm-eval's tiny suite, and the text held out", write_suite, here, suite)
     for arm in ARMS:
         run_words = [suite, here / "trained" / arm, f"output={here / 'results' / arm}", "forward_tokens=4096"]
@@ -92,9 +92,11 @@ def call(verb: str, *words: object) -> None:
 
 
 def side_by_side(program: str, commands: Mapping[str, Sequence[str]]) -> None:
-    """Runs each command in a process of its own with its share of the cores: small models hardly gain by a second one.
-    Each line of output comes with the command's name, and a signal is passed on to each process once. Raises Stopped if
-    a command fails."""
+    """Run each command in its own process with its share of the cores, because small models hardly gain by a second one.
+
+    Each line of output begins with the command's name, and a signal is passed to each process once. Raises Stopped if a
+    command fails.
+    """
     import torch
 
     root = Path(__file__).parent.parent
@@ -124,7 +126,7 @@ def side_by_side(program: str, commands: Mapping[str, Sequence[str]]) -> None:
             )  # fmt: skip
         with ThreadPoolExecutor(max(1, len(started))) as readers:
             codes = list(readers.map(repeat, started))
-    except OSError:  # a command could not be started: the others would go on unseen
+    except OSError:  # a command could not start: the others would continue without a reader
         for process in started.values():
             process.terminate()
         raise
@@ -136,7 +138,7 @@ def side_by_side(program: str, commands: Mapping[str, Sequence[str]]) -> None:
 
 
 def go_on(config: DemoConfig) -> None:
-    """Trains the arms that are not finished yet, each from where it stopped."""
+    """Train the arms that are not finished, each from its last checkpoint."""
     here = Path(config.output)
     ends = {arm: here / "trained" / arm for arm in ARMS}
     left = {arm: training(config, arm, here / arm, end, config.steps) for arm, end in ends.items() if not end.is_dir()}
@@ -144,7 +146,7 @@ def go_on(config: DemoConfig) -> None:
 
 
 def write_suite(here: Path, file: Path) -> None:
-    """Writes a suite: the tasks of the tiny one, and a text of each domain."""
+    """Write a suite of the tiny suite's tasks and a text of each domain."""
     from evaluation.ask.tasks import SUITES, text_task
 
     tiny = yaml.safe_load((SUITES / "tiny.yaml").read_text())["tasks"]
@@ -154,11 +156,11 @@ def write_suite(here: Path, file: Path) -> None:
     print(f"{file}: {len(own)} tasks")
 
 
-# ---- what came of it
+# ---- the result
 
 
 def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
-    """Five lines on the result, whichever way it went."""
+    """Return five lines on the result, whether an MoE is ahead or not."""
     from evaluation.judge.logged import load
     from evaluation.judge.losses import compare_losses
     from evaluation.judge.runs import mean, read_runs
@@ -185,7 +187,7 @@ def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
         return f"{arm} {'is' if ahead else 'is NOT'} ahead of the control"
 
     at_flops = ", ".join(
-        f"{arm} {mean(r.difference for r in losses.at_equal_flops[arm]):+.4f} beside dense" for arm in (COPIES, GROUPS)
+        f"{arm} {mean(r.difference for r in losses.at_equal_flops[arm]):+.4f} against dense" for arm in (COPIES, GROUPS)
     )
     ratios = " and ".join(f"{(cost[arm] or 0) / (cost[DENSE] or 1):.2f}" for arm in (COPIES, GROUPS))
     settings = {arm: asdict(settings_of(here / arm)) for arm in (COPIES, GROUPS)}
@@ -193,20 +195,20 @@ def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
     return [
         f"1. A dense Llama ({sizes[DENSE]}) read {first:,} tokens of the standard library: held-out loss {before:.4f} "
         "nats a token.",
-        f"2. Upcycled to {COPIES} ({sizes[COPIES]}) and {GROUPS} ({sizes[GROUPS]}), each the same function at first "
+        f"2. Upcycled to {COPIES} ({sizes[COPIES]}) and {GROUPS} ({sizes[GROUPS]}), each the same function at the start "
         "(verify).",
         f"3. All read the same {losses.tokens:,.0f} tokens more: dense {control:.4f}, "
         f"{against_control(losses.at_equal_tokens, COPIES)}, {against_control(losses.at_equal_tokens, GROUPS)}: "
         f"{verdict(COPIES)}, {verdict(GROUPS)}. "
-        f"All settings are the same, but for what {GROUPS} have by default: {own}.",
+        f"All settings are the same, except the defaults of {GROUPS}: {own}.",
         f"4. A token of {COPIES} and {GROUPS} costs {ratios} times the FLOPs; at {losses.equal('FLOPs')}: {at_flops}.",
-        f"5. {here / 'report.html'} shows all of it; took {stage.total('seconds'):.0f} s, "
+        f"5. {here / 'report.html'} shows everything; the demo took {stage.total('seconds'):.0f} s, "
         f"{stage.total('cpu_seconds'):.0f} s of CPU.",
     ]
 
 
 def settings_of(folder: Path) -> OptimConfig:
-    """The optimiser's settings that the model in a folder has where none are written."""
+    """Return the optimiser's default settings for the model in a folder."""
     from training.checkpoint.layout import opened
     from training.optim.config import OptimConfig, settled
     from upcycle.arch.spec import MoESpec
