@@ -6,9 +6,12 @@ usage: python -m examples.demo [key=value ...]
   python -m examples.demo output=runs/again seed=1
 
 A small dense Llama learns Python's standard library, which every machine has. Two conversions follow. `copies` has 8
-whole copies of each FFN, and a token uses 2. `groups` has 4 copies cut into 4 parts; for each part a token uses the copy
-that its router likes best, so it uses one whole FFN. Then the dense model and both MoEs train on the same tokens with the
-same settings, except for those that a choice in each slice changes; the last lines name them. The report compares loss on
+whole copies of each FFN, and a token uses 2. `groups` has 4 copies cut into 4 parts; for each part a token uses the
+copy
+that its router likes best, so it uses one whole FFN. Then the dense model and both MoEs train on the same tokens with
+the
+same settings, except for those that a choice in each slice changes; the last lines name them. The report compares loss
+on
 files that no model has seen, lm-eval's items, and the use of experts.
 
 Each stage prints its commands before it runs them, so that a person can type them. A finished stage is skipped; an
@@ -92,7 +95,8 @@ def call(verb: str, *words: object) -> None:
 
 
 def side_by_side(program: str, commands: Mapping[str, Sequence[str]]) -> None:
-    """Run each command in its own process with its share of the cores, because small models hardly gain by a second one.
+    """Run each command in its own process with its share of the cores, because small models hardly gain by a second
+    one.
 
     Each line of output begins with the command's name, and a signal is passed to each process once. Raises Stopped if a
     command fails.
@@ -195,8 +199,8 @@ def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
     return [
         f"1. A dense Llama ({sizes[DENSE]}) read {first:,} tokens of the standard library: held-out loss {before:.4f} "
         "nats a token.",
-        f"2. Upcycled to {COPIES} ({sizes[COPIES]}) and {GROUPS} ({sizes[GROUPS]}), each the same function at the start "
-        "(verify).",
+        f"2. Upcycled to {COPIES} ({sizes[COPIES]}) and {GROUPS} ({sizes[GROUPS]}), each the same function at the "
+        "start (verify).",
         f"3. All read the same {losses.tokens:,.0f} tokens more: dense {control:.4f}, "
         f"{against_control(losses.at_equal_tokens, COPIES)}, {against_control(losses.at_equal_tokens, GROUPS)}: "
         f"{verdict(COPIES)}, {verdict(GROUPS)}. "
