@@ -1,4 +1,4 @@
-"""Time training steps with random weights and random tokens: tokens/s, TFLOP/s, memory. A measurement, no test."""
+"""Measure training steps with random weights and random tokens: tokens/s, TFLOP/s and memory."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from upcycle.io import strict
 from upcycle.planning import rng
 
 ROUTING = ("natural", "balanced")
-BLOCKS = 3  # of `steps` steps; the row has their median
+BLOCKS = 3  # timed turns of `steps` steps each; the row has their median
 
 
 @dataclass(frozen=True)
 class BenchConfig(TrainConfig):
-    """Say what is timed: the keys of a run, and those that a bench alone has."""
+    """Hold the keys of a bench: the keys of a run, and some of its own."""
 
     ELSEWHERE: ClassVar = {
         "sequence": "data.sequence", "experts": "model.expert_backend", "compute": "model.dtype",
@@ -56,17 +56,17 @@ class BenchConfig(TrainConfig):
     }  # fmt: skip
 
     architecture: Any = None  # a config.json, as keys and values or as a file
-    layers: int = 0  # how many, instead of the architecture's own; 0: those
-    stack: bool = False  # blocks alone: no head, no loss
-    documents: int = 0  # tokens of a document, on average: attention stays within them; 0: a sequence is one
+    layers: int = 0  # number of layers; 0: as many as the architecture has
+    stack: bool = False  # time only the blocks, without head and loss
+    documents: int = 0  # mean tokens of a document, which attention does not leave; 0: a sequence is one document
     routing: str = "natural"  # natural | balanced
     weights: str = ""  # dtype of parameters and gradients: bfloat16 | float32; "": float32 on a CPU, bfloat16 on a GPU
-    optimizer: bool = False  # also the optimiser's step
-    warmup: int = 5  # steps that are not timed
-    steps: int = 10  # steps of each of the three turns that are timed
-    batch: int = 4  # sequences a step
-    micro_batch: int = 0  # sequences at a time, on each data-parallel rank; 0: all that it has
-    phases: bool = False  # also the time by phase, from the profiler
+    optimizer: bool = False  # also time the optimiser's step
+    warmup: int = 5  # steps before the clock starts
+    steps: int = 10  # steps in each of the three timed turns
+    batch: int = 4  # sequences in a step
+    micro_batch: int = 0  # sequences that a data-parallel rank computes at a time; 0: all of its sequences
+    phases: bool = False  # also report the time of each phase, from the profiler
 
     def __post_init__(self) -> None:
         rules = {
@@ -76,7 +76,7 @@ class BenchConfig(TrainConfig):
         check_values(self, "", rules)
 
     def run(self, micro_batch: int) -> TrainConfig:
-        """Return the config of a run with these steps; the model is the architecture's, with random weights."""
+        """Return the config of a training run that takes the same steps with random weights of the architecture."""
         same = {each.name: getattr(self, each.name) for each in fields(TrainConfig)} | {"micro_batch": micro_batch}
         model = replace(self.model, source="architecture", upcycle="", random=True)
         data = replace(self.data, mask_documents=self.documents > 0)
@@ -87,7 +87,7 @@ def spec_of(config: BenchConfig) -> DenseSpec | MoESpec:
     source = config.architecture
     keys = strict.read_object(Path(source)) if isinstance(source, str) else source
     if not isinstance(keys, Mapping) or "model_type" not in keys:
-        raise ValueError("architecture must be a config.json: its path, or keys and values with model_type among them")
+        raise ValueError("architecture must be a config.json; write its path, or its keys and values with model_type")
     keys = {**keys, **({"num_hidden_layers": config.layers} if config.layers else {})}
     kind = keys["model_type"]
     return registry.any_of(kind).read(keys)
@@ -108,7 +108,7 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
     count = config.batch // (mesh.dp * size) if size else 0
     if count * mesh.dp * size != config.batch or not count:
         raise ValueError(
-            f"batch={config.batch} cannot be cut into micro-batches of {size or 1} sequences on {mesh.dp} "
+            f"batch={config.batch} cannot be divided into micro-batches of {size or 1} sequences on {mesh.dp} "
             f"data-parallel ranks; try batch={mesh.dp * (size or 1) * max(count, 1)}"
         )
     training = config.run(size)
@@ -127,7 +127,7 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
     def step() -> None:
         if make_step is not None:
             make_step(batches, 1e-5)
-        else:  # as far as the gradients
+        else:  # only forward and backward
             gradients(run, batches)
             run.balance.end_step()
             run.model.zero_grad(set_to_none=True)
@@ -170,18 +170,18 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
         "tflops": tflops,  # of each GPU
         "mfu": None if peak is None else tflops / peak,
         "peak_gib": float(memory) if device.type == "cuda" else None,  # of the fullest GPU
-        "allocation_retries": int(retried),  # above 0: memory is short, and the time is not the model's alone
+        "allocation_retries": int(retried),  # above 0: memory was short, which made the steps slower
         "phases_ms": phases(step) if config.phases and device.type == "cuda" else None,
     }
 
 
 def retries(device: torch.device) -> int:
-    """How often the allocator freed all that it had cached, to ask the device once more."""
+    """Return how often the allocator freed its whole cache because the device had no memory left."""
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
 class Stack(Decoder):
-    """Blocks alone, and in place of a loss the mean square of what they make."""
+    """Compute only the blocks; the loss is the mean square of their output."""
 
     def __init__(self, *inputs: Any, **named: Any) -> None:
         super().__init__(*inputs, **named)
@@ -219,7 +219,7 @@ def build(
             if "norm" in name or tensor.ndim == 1:
                 tensor.fill_(0.0 if name.endswith("bias") or model.dense.norm.endswith("1p") else 1.0)
             else:
-                # drawn on the device, from a seed that ranks share if they hold copies of the same part
+                # ranks that hold copies of the same part draw it from the same seed
                 seed = rng.generator(0, name, box(tensor)).initial_seed()
                 local(tensor).normal_(std=0.02, generator=torch.Generator(device).manual_seed(seed))
     return model.train()
@@ -233,22 +233,23 @@ def batch(config: BenchConfig, vocab: int, sample: int, size: int) -> Batch:
 
 
 def documents(config: BenchConfig, sample: int) -> Tensor:
-    """The number of each token's document; at every token a new one may begin."""
+    """Return the number of each token's document; a new document may begin at every token."""
     chance = torch.rand(config.data.sequence, generator=rng.generator(0, "documents", sample))
     begins = chance * config.documents < (1 if config.documents else 0)
     return (begins.cumsum(0) - begins[0].long()).contiguous()
 
 
 def in_turn(then: Callable[[Routing], Routing], routing: Routing) -> Routing:
-    """Replaces the choices before a block's balance sees them: tokens go to experts in turn, so that all experts get
-    equally many rows; a token's experts are neighbours."""
+    """Send tokens to experts in turn, and pass these choices to a block's balance.
+
+    All experts get equally many rows, and a token's experts are neighbours."""
     count, k = routing.expert_TK.shape
     turn = torch.arange(count * k, device=routing.expert_TK.device) % routing.logits_TN.shape[1]
     return then(routing._replace(expert_TK=turn.view(count, k)))
 
 
 def timed(step: Callable[[], None], device: torch.device, steps: int) -> float:
-    """Seconds a step, steps one after the other as in training: the host may run ahead of the device."""
+    """Return the seconds of a step; as in training, the host may run ahead of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -260,7 +261,7 @@ def timed(step: Callable[[], None], device: torch.device, steps: int) -> float:
 
 
 def sentence(row: Mapping[str, Any]) -> str:
-    """Return what a row says, for a person."""
+    """Return a row's results as a sentence."""
     return (
         f"{row['tokens_per_s']:,.0f} tokens/s, {row['tflops']:.4g} TFLOP/s"
         + (f" ({row['mfu']:.1%} of the card's peak)" if row["mfu"] is not None else "")

@@ -1,5 +1,4 @@
-"""What does a budget buy? Tokens, hours and money, and what the law of upcycling (training/estimating/law.py) expects
-of them."""
+"""Convert a budget into tokens, hours, money, and losses by the law of upcycling (training/estimating/law.py)."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ from training.observe.flops import model_flops
 from upcycle.planning.size import dense_flops, dense_parameters
 
 AMOUNT = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?([KMBT]?) ?(tokens|FLOPs|GPU-hours|)", re.IGNORECASE)
-TOKENS_ALONE = ("seen", "tokens")  # keys that no other unit goes with
-ABSURD = 1e30  # FLOPs, tokens or GPU-hours, of which nobody has so many
+TOKENS_ALONE = ("seen", "tokens")  # keys whose only unit is tokens
+ABSURD = 1e30  # a budget of so many FLOPs, tokens or GPU-hours is a mistake
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def amount(key: str, text: str) -> tuple[float, str]:
-    """(a number, its unit in small letters)"""
+    """Read the text of a key such as budget; return the number, and the unit in small letters."""
     found = AMOUNT.fullmatch(text.strip())
     try:
         number = float(found[1]) * UNITS[found[2].lower()] if found else 0.0
@@ -30,13 +29,15 @@ def amount(key: str, text: str) -> tuple[float, str]:
 
 
 def budgeted(budget: str, flops: float, rate: float) -> float:
-    """Tokens that it buys. `flops`: of a token; `rate`: tokens/s of a GPU."""
+    """Return the tokens that a budget buys; `flops` are those of a token, and `rate` is tokens/s of a GPU."""
     number, unit = amount("budget", budget)
     return number / flops if unit == "flops" else number * 3600 * rate if unit == "gpu-hours" else number
 
 
 def bill(budget: str, price: float, gpus: int, tokens: int, flops: float, seconds: float) -> str:
-    """Hours and money. `price`: of a GPU-hour; `tokens`, `seconds`: of a step; `flops`: of a token."""
+    """Return a sentence with the tokens, hours and money of a budget.
+
+    `price` is the price of a GPU-hour. `tokens` and `seconds` are those of a step, and `flops` those of a token."""
     count = budgeted(budget, flops, tokens / seconds / gpus)
     hours = count / tokens * seconds / 3600
     of_all = hours * gpus
@@ -46,18 +47,18 @@ def bill(budget: str, price: float, gpus: int, tokens: int, flops: float, second
 
 
 def few(number: float, digits: int = 0) -> str:
-    """With so many digits behind the point, or two of those that count where it is small."""
+    """Write a number with `digits` digits after the point, or with two significant ones if it is below 10."""
     return f"{number:,.{digits}f}" if number >= 10 else f"{number:.2g}"
 
 
 def advised(origin: Origin, sequence: int, budget: str, seen: str, rate: float) -> str:
-    """What the law of upcycling expects of the budget. `rate`: tokens/s of a GPU."""
+    """Return the losses that the law of upcycling expects of the budget; `rate` is tokens/s of a GPU."""
     plan = origin.plan
     if plan is None:
-        return "The law of upcycling says nothing of a model that is not upcycled (model.upcycle is not set)."
+        return "The law of upcycling covers only upcycled models, and model.upcycle is not set."
     if plan.grown:
-        return "The law of upcycling says nothing of a mixture that is made larger or smaller; it is of dense models."
-    # of the plan: where a target's config has one width for all, what is read back has that of an expert
+        return "The law of upcycling covers dense models that are upcycled; it says nothing about a grown mixture."
+    # use the plan's spec: a target's config may give one width for all, and reads the dense width back as an expert's
     dense, spec, method = plan.dense, plan.moe, plan.config.method
     flops = model_flops(origin.spec, sequence)
     case = law.Case(

@@ -1,4 +1,4 @@
-"""Say in tables what a training run takes on any mapping: memory, seconds, hours, money. `upcycle estimate`."""
+"""Print tables of the memory, seconds, hours and money of a training run on any mapping: `upcycle estimate`."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from upcycle.io import strict
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    gpus: int = 0  # how many to plan for
-    hardware: str = ""  # h100 | h200 | b200, or a file of `upcycle estimate measure`: predicts seconds
-    # "100B tokens", "1e22 FLOPs" or "5000 GPU-hours" of training: says hours, GPU-hours and money
+    gpus: int = 0  # number of GPUs to plan for
+    hardware: str = ""  # h100 | h200 | b200, or a file that `upcycle estimate measure` wrote: predicts seconds
+    # "100B tokens", "1e22 FLOPs" or "5000 GPU-hours" of training: predicts hours, GPU-hours and money
     budget: str = ""
-    price: float = 0.0  # of a GPU-hour, in any currency
-    seen: str = ""  # tokens that the dense model was trained on, such as 15T: what the law of upcycling expects
-    islands: int = 0  # how many of as many GPUs each (islands.join): says what they send each other
-    link: str = ""  # between the islands and their server, such as 1Gb/s
+    price: float = 0.0  # price of a GPU-hour, in any currency
+    seen: str = ""  # tokens that the dense model was trained on, such as 15T: shows the loss by the law of upcycling
+    islands: int = 0  # number of islands with `gpus` GPUs each (islands.join): shows their traffic
+    link: str = ""  # speed between the islands and their server, such as 1Gb/s
 
 
-FEW = 1024  # tokens of a step for each GPU, below which a mapping is chosen among bad ones
-HOSTED = 0.3  # of a step; below, a larger micro_batch wins little
-BATCH = 2**22  # tokens of a step: more and fewer were worse where large models were upcycled (arXiv 2410.07524)
-MOST_GPUS = 100_000  # that a search of all mappings still ends for
-# which keys of a hardware file a part of a step depends on
+FEW = 1024  # tokens of a step on each GPU; with fewer every mapping is bad
+HOSTED = 0.3  # share of a step that waits for the host; below it a larger micro_batch saves little
+BATCH = 2**22  # tokens of a step: larger and smaller steps were worse for upcycled large models (arXiv 2410.07524)
+MOST_GPUS = 100_000  # the search of all mappings still ends in time for so many
+# keys of a hardware file that each part of a step depends on
 DEPENDS = {
     "products": ("products",), "experts": ("products",), "attention": ("attention",), "memory": ("bandwidth",),
     "rows": ("rows", "network"), "tensor": ("link", "network"), "gathers": ("link", "network"),
@@ -100,19 +100,21 @@ def clocked(
     routing: Routing | None = None,
     spec_of: fitting.SpecOf = planned,
 ) -> str:
-    """The table of the fastest mappings that fit, and what the budget takes with the first of them."""
+    """Return the table of the fastest mappings that fit, and the hours and money of the budget with the first."""
     fit, own = ranked(spec, config, asked.gpus, card, teacher, whole, routing)
     unfit = refused(config, asked.gpus)
     if not fit:
         case = fitting.Case(spec, config, asked.gpus, card, spec_of, teacher, whole)
         raise ValueError(
             unfit
-            or f"no mapping of {asked.gpus} {card.name} holds this step, and the config's takes "
+            or f"this step fits no mapping of {asked.gpus} {card.name}; the config's own mapping takes "
             f"{own.memory.total / 1e9:.0f} GB of {card.memory:g}. {fitting.suggestions(case)}"
         )
     tokens, flops = config.batch * config.data.sequence, model_flops(spec, config.data.sequence)
     shown = fit[:rows] + ([] if own in fit[:rows] or unfit else [own])
-    lines = ["  rank   tokens/s    of a GPU   ms a step    MFU      GB   mapping; what takes longer than in the first"]
+    lines = [
+        "  rank   tokens/s    of a GPU   ms a step    MFU      GB   mapping; parts that are slower than in the first"
+    ]
     for each in shown:
         rate = tokens / each.seconds.total
         share = rate * flops / asked.gpus / card.peak / 1e12
@@ -125,30 +127,32 @@ def clocked(
     first = fit[0]
     parts = sorted(vars(first.seconds).items(), key=lambda item: -item[1])
     lines.append(
-        f"{card.name}, {len(fit):,} mappings fit. The first, in ms: "
+        f"{card.name}, {len(fit):,} mappings fit. The parts of the first in ms: "
         + ", ".join(f"{name} {seconds * 1e3:,.0f}" for name, seconds in parts if seconds >= 5e-4)
     )
     unsure = [(name, key) for name, _ in parts for key in DEPENDS[name] if key in card.sheet]
     if unsure and parts[0][1] > 0:
         keys = ", ".join(dict.fromkeys(key for _, key in unsure))
-        lines.append(f"Not measured on this card: {keys}. Measure first what {unsure[0][0]} takes, then rent many.")
+        lines.append(
+            f"Not measured on this card: {keys}. Before you rent many, measure the time of {unsure[0][0]} on one."
+        )
     if unfit:
         lines.append(unfit)
     halves, odd = divmod(micro_batches(config, first.mesh, asked.gpus), 2)
     if first.seconds.host > HOSTED * first.seconds.total and not odd and halves >= first.mesh.pp:
         lines.append(
-            f"The host takes {first.seconds.host / first.seconds.total:.0%} of the first: it launches more slowly than "
-            f"the GPUs compute; try micro_batch={2 * config.micro_batch}, or more if it fits."
+            f"The GPUs of the first wait {first.seconds.host / first.seconds.total:.0%} of a step for the host, which "
+            f"launches kernels too slowly; try micro_batch={2 * config.micro_batch}, or more if it fits."
         )
     if tokens < FEW * asked.gpus:
         lines.append(
-            f"A step has {tokens:,} tokens, {tokens / asked.gpus:,.0f} a GPU, which leaves {asked.gpus:,} GPUs idle in "
-            f"any mapping; write batch={math.ceil(BATCH / config.data.sequence)} for the 4 M that were best in "
+            f"A step has {tokens:,} tokens, {tokens / asked.gpus:,.0f} a GPU, which are too few for {asked.gpus:,} "
+            f"GPUs; write batch={math.ceil(BATCH / config.data.sequence)} for steps of 4 M tokens, which were best in "
             "upcycling (arXiv 2410.07524), or take fewer GPUs."
         )
     left = [name for name, there in uncounted(config).items() if there]
     if left:
-        lines.append(f"Not in these seconds, which are of plain training: {', '.join(left)}.")
+        lines.append(f"These are the seconds of plain training; they leave out: {', '.join(left)}.")
     if asked.budget:
         for name, each in {"this config": own, "the first": first}.items():
             if each in fit and (name == "this config" or own is not first):
@@ -158,7 +162,7 @@ def clocked(
 
 
 def uncounted(config: TrainConfig) -> dict[str, bool]:
-    """What a step may have that training.estimating.seconds does not count, and whether this one has it."""
+    """Name all that training.estimating.seconds does not count, and tell whether this config has it."""
     return {
         "adapters": config.lora.rank > 0,
         "a teacher": config.teacher.asked,
@@ -171,48 +175,48 @@ def uncounted(config: TrainConfig) -> dict[str, bool]:
 
 
 def why(each: Timed, first: Timed) -> str:
-    """The two largest parts in which it is slower."""
+    """Name the two parts in which a mapping loses most time against the first."""
     more = {name: value - getattr(first.seconds, name) for name, value in vars(each.seconds).items()}
     most = sorted((item for item in more.items() if item[1] >= 5e-4), key=lambda item: -item[1])[:2]
     return "; " + ", ".join(f"{name} +{value * 1e3:,.0f} ms" for name, value in most) if most else ""
 
 
 def split(words: list[str]) -> tuple[EstimateConfig, list[str]]:
-    """Return the words of estimating alone, read; and the rest, which are training's."""
+    """Read the keys of EstimateConfig from the words; return them and the other words, which belong to training."""
     asked, rest = read_own(EstimateConfig, words)
     check_asked(asked)
     return asked, rest
 
 
 def check_asked(asked: EstimateConfig) -> None:
-    """Refuse what an estimate cannot be made of."""
+    """Refuse keys that allow no estimate."""
     if asked.gpus < 1:
         raise ValueError("say for how many GPUs to plan, for instance gpus=8")
     if asked.gpus > MOST_GPUS:
-        raise ValueError(f"gpus is {asked.gpus}, and at most {MOST_GPUS:,} are planned for; write fewer")
+        raise ValueError(f"gpus is {asked.gpus}; it must be at most {MOST_GPUS:,}, so write fewer")
     for name in ("budget", "seen"):
         if getattr(asked, name):
             amount(name, getattr(asked, name))
     if bool(asked.islands) != bool(asked.link) or asked.islands < 0:
         raise ValueError("say how many islands, and over what link, for instance islands=4 link=1Gb/s")
     if not 0 <= asked.price < math.inf:
-        raise ValueError(f"price is {asked.price:g}; it must be finite and at least 0, of a GPU-hour")
+        raise ValueError(f"price is {asked.price:g}; the price of a GPU-hour must be finite and at least 0")
     if not asked.hardware and (asked.price or asked.budget):
         raise ValueError("budget and price need seconds, and hardware is not set; write for instance hardware=h100")
     for key in ("seen", "price"):
         if getattr(asked, key) and not asked.budget:
             raise ValueError(
-                f'{key} is for what a budget brings, and none is set; write for instance budget="100B tokens"'
+                f'{key} needs a budget, and none is set; write for instance budget="100B tokens", or leave {key} out'
             )
 
 
 def seconds_of(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, card: hardware.Hardware) -> float:
-    """Of a step of this very mapping."""
+    """Return the seconds of one step with the config's own mapping."""
     return step(spec, config, world, card, taken=memory(spec, config, world).total).total
 
 
 def lasting(stage: Stage, spec: DenseSpec | MoESpec, world: int, card: hardware.Hardware) -> str:
-    """How long a stage takes with its mapping."""
+    """Return a sentence with the steps, tokens and hours of a stage with its own mapping."""
     config = stage.config
     if unfit := refused(config, world):
         return f"{stage.name or 'stage'}: {unfit}"
@@ -222,13 +226,13 @@ def lasting(stage: Stage, spec: DenseSpec | MoESpec, world: int, card: hardware.
 
 
 def check_names(config: TrainConfig) -> None:
-    """Refuses a dispatcher and experts that are not there: they would count as those that wait for nothing."""
+    """Refuse a dispatcher or an expert backend that does not exist; without this check it would count as a free one."""
     plugin.load("training.dispatch", config.mesh.dispatcher)
     plugin.load("training.experts", config.model.expert_backend)
 
 
 def of_frozen(spec: DenseSpec | MoESpec, config: TrainConfig) -> str:
-    """A sentence where weights that never learn are not held as the checkpoint has them, or could take half."""
+    """Return a sentence if frozen weights change their dtype in memory, or if they could take half; else ""."""
     names = [name for name, _ in whole_on_meta(spec, config).named_parameters()]
     if len(set[str]().union(*(learning(stage.config.optim, names) for stage in stages_of(config)))) == len(names):
         return ""
@@ -241,13 +245,13 @@ def of_frozen(spec: DenseSpec | MoESpec, config: TrainConfig) -> str:
 
 
 def of_bench(file: str, words: list[str], asked: EstimateConfig, card: hardware.Hardware | None) -> str:
-    """The table of a config of upcycle bench, whose model is sizes alone; its routing is the bench's."""
-    from training.estimating import bench  # all that trains
+    """Return the table of a config of `upcycle bench`, which gives the model by its sizes and has its own routing."""
+    from training.estimating import bench  # slow: it imports all of training
 
     row = read(bench.BenchConfig, file, words, TRAIN)
     if row.stack or asked.seen or asked.islands:
         raise ValueError(
-            "of a bench config whole steps of one machine or cluster are planned; leave stack, seen and islands out"
+            "a bench config allows no estimate with stack, seen or islands; leave them out to plan its whole steps"
         )
     spec = bench.spec_of(row)
     check(row.mesh, asked.gpus, spec, row.data.sequence)
@@ -257,7 +261,7 @@ def of_bench(file: str, words: list[str], asked: EstimateConfig, card: hardware.
         return table(spec, config, asked.gpus)
     balanced = row.routing == "balanced"
     held = row.weights or ModelConfig().computes()
-    half = f"Memory is of float32 weights; {held}, as this config has them, takes half of theirs."
+    half = f"The memory is that of float32 weights; the {held} weights of this config take half of it."
     half *= held != "float32"
     try:
         found = clocked(spec, config, asked, card, routing=Routing(0.0 if balanced else RANDOM, in_turn=balanced))
@@ -267,7 +271,7 @@ def of_bench(file: str, words: list[str], asked: EstimateConfig, card: hardware.
 
 
 def estimate_words(file: str, words: list[str]) -> str:
-    """Return the tables of a config of training, or of one of `upcycle bench`, by a command's words."""
+    """Return the tables of a config of training or of `upcycle bench`, from a command's words."""
     asked, rest = split(words)
     if "architecture" in (strict.read_yaml(find(file, TRAIN)) if file else {}):
         return of_bench(file, rest, asked, hardware.read(asked.hardware) if asked.hardware else None)
@@ -275,10 +279,10 @@ def estimate_words(file: str, words: list[str]) -> str:
 
 
 def estimate_run(config: TrainConfig, asked: EstimateConfig) -> str:
-    """Return the tables of a run: memory, or with `hardware` seconds, hours and money."""
+    """Return the tables of a run: its memory, or with `hardware` its seconds, hours and money."""
     check_asked(asked)
     card = hardware.read(asked.hardware) if asked.hardware else None
-    if asked.islands:  # memory is that of one of them
+    if asked.islands:  # the memory is that of one island
         config = replace(config, islands=replace(config.islands, local=0, join=config.islands.join or "server:29600"))
     with source(config) as origin:
         stages = stages_of(config)
@@ -294,12 +298,12 @@ def estimate_run(config: TrainConfig, asked: EstimateConfig) -> str:
         if origin.dense.carried is not None:
             if card is not None:
                 raise ValueError(
-                    f"hardware={asked.hardware} predicts seconds of our own decoder, and transformers' own code "
-                    f"computes {origin.dense.family}; leave it out"
+                    f"hardware={asked.hardware} predicts the seconds of our own decoder only, and transformers' own "
+                    f"code computes {origin.dense.family}; leave hardware out"
                 )
             said.append(
-                f"transformers' own code computes {origin.dense.family}: what its layers keep for backward is not "
-                "planned but for attention and experts, and all logits are in memory, which `loss` does not count"
+                f"transformers' own code computes {origin.dense.family}: `activations` counts only what attention and "
+                "experts keep, and `loss` leaves out that all logits are in memory"
             )
         if card is None:
             said.append(table(origin.spec, config, asked.gpus, teacher=teacher))
@@ -313,7 +317,7 @@ def estimate_run(config: TrainConfig, asked: EstimateConfig) -> str:
 def timed(
     origin: Origin, config: TrainConfig, asked: EstimateConfig, card: hardware.Hardware, teacher: DenseSpec | None
 ) -> Iterator[str]:
-    """Yield the table of seconds, each stage's hours, and what the law of upcycling expects of the budget."""
+    """Yield the table of seconds, each stage's hours, and the losses that the law of upcycling expects."""
     stages = stages_of(config)
     longest = max(stages, key=lambda stage: stage.config.steps * stage.config.batch).config
     yield clocked(origin.spec, longest, asked, card, teacher=teacher, whole=config)

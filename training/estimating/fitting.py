@@ -1,7 +1,7 @@
-"""What would make a step fit? The smallest sets of changes that do, each with the memory that it leaves a GPU.
+"""Find the smallest sets of changes that make a step fit, and say how much memory of a GPU it then takes.
 
-A change is words as a user types them, of what the config does not have yet. All changes are asked of the estimator:
-on the config's own mapping, on it with a smaller ep, and on the leanest ones.
+A change is a word that a user can type, such as micro_batch=1. The estimator tries all changes on the config's own
+mapping, on the same mapping with a smaller ep, and on the mappings that take least memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from training.model.recompute import MODES
 from training.parallel.mesh import MeshConfig, changed_to, problem
 from upcycle.arch.spec import DenseSpec, MoESpec
 
-LEANEST = 8  # mappings that a change is tried on besides the config's own
-MOST = 64  # times as many GPUs as were asked for
-SpecOf = Callable[[TrainConfig], DenseSpec | MoESpec]  # of a config whose model.upcycle was changed
+LEANEST = 8  # mappings of least memory on which a change is tried
+MOST = 64  # limit of the search for more GPUs, as a multiple of the config's GPUs
+SpecOf = Callable[[TrainConfig], DenseSpec | MoESpec]  # returns the spec of a config whose model.upcycle was changed
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step that fits no mapping: its model and config, the GPUs, and what its memory is counted with."""
+    """Describe a step that fits no mapping: its model and config, the GPUs, and the inputs for its memory."""
 
     spec: DenseSpec | MoESpec
     config: TrainConfig
@@ -40,7 +40,7 @@ class Case:
 
 
 def changes(spec: DenseSpec | MoESpec, config: TrainConfig) -> list[list[str]]:
-    """List for each key that can save memory the values that it does not have yet, the mildest first."""
+    """List the words that save memory, in a list for each key, the mildest word first."""
     modes = [
         mode for mode in MODES[MODES.index(config.model.recompute) + 1 :] if mode == "full" or isinstance(spec, MoESpec)
     ]
@@ -50,7 +50,7 @@ def changes(spec: DenseSpec | MoESpec, config: TrainConfig) -> list[list[str]]:
         [f"micro_batch={size}" for size in halves(config.micro_batch, 1)],
     ]
     if isinstance(spec, MoESpec) and config.model.upcycle:
-        least = spec.top_k // spec.granularity + 1  # of fewer copies every one is chosen
+        least = spec.top_k // spec.granularity + 1  # with fewer copies every token would use all of them
         found.append([f"model.upcycle.experts={count}" for count in halves(spec.copies, least)])
         fewer = [n for n in (2, 3, 4) if 0 < spec.dense.layers // n < len(spec.layers)]
         found.append([f"model.upcycle.layers=every:{n}" for n in fewer])
@@ -63,7 +63,7 @@ def halves(number: int, least: int) -> Iterator[int]:
 
 
 def changed(config: TrainConfig, words: Sequence[str]) -> TrainConfig:
-    """Return the config with some of `changes` made; a ValueError if they do not go with the rest of it."""
+    """Return the config with these words applied; raise a ValueError if its other keys do not allow them."""
     for word in words:
         key, _, value = word.partition("=")
         given: Any = int(value) if value.isdecimal() else value
@@ -76,7 +76,7 @@ def changed(config: TrainConfig, words: Sequence[str]) -> TrainConfig:
 
 
 def suggestions(case: Case) -> str:
-    """Return the smallest sets of changes with which the step fits, in words; else what all of them leave."""
+    """Return a sentence with the smallest sets of changes that make the step fit, or with the memory of all changes."""
     model = Model(case.spec, case.config, case.teacher, case.whole)
     every = [
         (mesh, memory(case.spec, replace(case.config, mesh=mesh), case.world, model))
@@ -99,7 +99,7 @@ def suggestions(case: Case) -> str:
     strongest = tuple(values[-1] for values in keys)
     all_of_it = least(strongest) if strongest else None
     most = f"{shown(case, strongest, *all_of_it)} does not fit either; " if all_of_it else ""
-    return f"{most or 'Nothing that was tried fits; '}take cards with more memory, or a smaller model"
+    return f"{most or 'No change makes it fit; '}take cards with more memory, or a smaller model"
 
 
 def sets(
@@ -108,7 +108,7 @@ def sets(
     count: int,
     least: Callable[[tuple[str, ...]], tuple[Memory, MeshConfig] | None],
 ) -> list[str]:
-    """Return each set of changes to `count` keys that fits, as mild as it can be."""
+    """Return the mildest set of changes that fits for every choice of `count` keys."""
     found = []
     for some in itertools.combinations(keys, count):
         for words in itertools.product(*some):
@@ -120,7 +120,7 @@ def sets(
 
 
 def more_gpus(case: Case, meshes: Sequence[MeshConfig]) -> Iterator[str]:
-    """Yield the fewest GPUs, doubled and doubled again, on which the config as it is fits."""
+    """Yield the smallest number of GPUs on which the unchanged config fits, found by doubling."""
     world = case.world
     while (world := 2 * world) <= MOST * case.world:
         wider = changed_to(case.config.mesh, ["ep"], [case.config.mesh.ep * world // case.world])
@@ -133,7 +133,9 @@ def more_gpus(case: Case, meshes: Sequence[MeshConfig]) -> Iterator[str]:
 def taken(
     case: Case, words: Sequence[str], meshes: Sequence[MeshConfig], world: int
 ) -> tuple[Memory, MeshConfig] | None:
-    """Return the changed config's memory on the first mapping where it fits, else on the leanest; None: on none."""
+    """Return the changed config's memory and mapping: the first mapping that fits, or the one of least memory.
+
+    Return None if the changes are not possible on any mapping."""
     try:
         config = changed(case.config, words)
         spec = case.spec_of(config) if any(word.startswith("model.upcycle.") for word in words) else case.spec
@@ -154,7 +156,7 @@ def taken(
 
 
 def shown(case: Case, words: Sequence[str], size: Memory, mesh: MeshConfig) -> str:
-    """Write a set of changes, the mapping where that is another one, and the memory that it leaves."""
+    """Return a set of changes as text, with the axes that differ from the config's mapping and the memory it takes."""
     own = case.config.mesh
     other = [f"mesh.{axis}={getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) != getattr(own, axis)]
     return f"{' '.join([*words, *other])} ({size.total / 1e9:.3g} GB a GPU)"

@@ -1,6 +1,6 @@
-"""Which mappings can a config run on so many GPUs, which of them fit, and which is the fastest?
+"""Find the mappings that a config can run on a number of GPUs, those that fit, and the fastest.
 
-All divisors of the GPUs on all axes are tried, and held to the checks that training makes.
+The search tries all divisors of the GPUs on all axes, and applies the checks of training to each.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from training.parallel.pipeline import SINGLE
 from training.run.preflight import check_batch
 from upcycle.arch.spec import DenseSpec, MoESpec
 
-AXES = ("tp", "cp", "pp", "ep", "etp")  # that are divided in all ways; dp_replicate is of the best
+AXES = ("tp", "cp", "pp", "ep", "etp")  # axes of the search; dp_replicate is tried on the fastest mappings only
 COPIED = 64  # mappings that are also tried with a copy of the model in each node
-SPARE = 3e9  # bytes of a GPU that NCCL, CUDA and the allocator take, and no plan counts
+SPARE = 3e9  # bytes of a GPU that NCCL, CUDA and the allocator take; no plan counts them
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Timed:
 
 
 def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iterator[MeshConfig]:
-    """All mappings that can run, without copies of the model."""
+    """Yield all mappings that can run, without copies of the model."""
     sharded, layers = replace(config.mesh, dp_replicate=1), dense_of(spec).layers
 
     def alone(axis: str, size: int) -> bool:
@@ -48,7 +48,7 @@ def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iter
         if stages_of_all > layers or problem(mesh, world, spec, config.data.sequence):
             continue
         if dense_of(spec).carried is not None and mesh.tp * mesh.cp * mesh.pp * mesh.etp > 1:
-            continue  # build.check_stock
+            continue  # build.check_stock refuses it
         enough = micro_batches(config, mesh, world) >= mesh.pp
         if enough and not refusal(config, mesh, world) and goes_with(config, mesh):
             yield mesh
@@ -63,7 +63,7 @@ def micro_batches(config: TrainConfig, mesh: MeshConfig, world: int) -> int:
 
 
 def refusal(config: TrainConfig, mesh: MeshConfig, world: int) -> str:
-    """Why training refuses to cut the batch for a mapping; "": it does not."""
+    """Return the reason why training cannot divide the batch on a mapping; "" if it can."""
     try:
         check_batch(config, mesh, data_ranks(mesh, world))
     except ValueError as error:
@@ -72,13 +72,14 @@ def refusal(config: TrainConfig, mesh: MeshConfig, world: int) -> str:
 
 
 def refused(config: TrainConfig, world: int) -> str:
-    """A sentence where the config's own mapping does not train, for which there are no seconds then."""
+    """Return a sentence if the config's own mapping cannot train, and so has no seconds; else ""."""
     reason = refusal(config, config.mesh, world)
     return f"This config does not train on {world} GPUs: {reason}" if reason else ""
 
 
 def goes_with(config: TrainConfig, mesh: MeshConfig) -> bool:
-    """Whether a config's other keys allow a mapping: a teacher or an evaluation, for instance, allows no pipeline."""
+    """Tell whether a config's other keys allow a mapping: for instance, a teacher or an evaluation allows no
+    pipeline."""
     try:
         replace(config, mesh=mesh)
     except ValueError:
@@ -95,7 +96,9 @@ def ranked(
     whole: TrainConfig | None = None,
     routing: Routing | None = None,
 ) -> tuple[list[Timed], Timed]:
-    """(the mappings that fit, the fastest first; the config's own, which may not run). `whole`: of all stages."""
+    """Return the mappings that fit, the fastest first, and the config's own mapping, even if it cannot run.
+
+    `whole` is the config of all stages if `config` is the config of one."""
     model = Model(spec, config, teacher, whole)
 
     def timed(mesh: MeshConfig) -> Timed:
@@ -111,7 +114,7 @@ def ranked(
     found = [own, *(timed(mesh) for mesh in every if mesh != config.mesh)]
     runs = found[1:] if refused(config, world) else found
     fit = sorted((each for each in runs if fits(each.memory, card)), key=lambda each: each.seconds.total)
-    # a copy of the model in each node: of the best, for it takes as much memory as a node's GPUs alone have
+    # try a copy of the model in each node for the best mappings only: the model must fit the GPUs of one node
     best = [each.mesh for each in fit[:COPIED] if world > each.mesh.pp * card.node]
     copied = [replace(mesh, dp_replicate=world // (mesh.pp * card.node)) for mesh in best]
     copied = [m for m in copied if m != config.mesh and not problem(m, world, spec, config.data.sequence)]

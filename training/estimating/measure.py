@@ -1,11 +1,12 @@
-"""upcycle estimate measure=FILE: measure what training.estimating.hardware wants to know of a machine.
+"""upcycle estimate measure=FILE: measure this machine and write its hardware file.
 
   upcycle estimate measure=mine.yaml              # one card: products, attention, memory, host
-  upcycle estimate measure=mine.yaml nproc=8      # and the wires between the cards
+  upcycle estimate measure=mine.yaml nproc=8      # also the links between the cards
   upcycle estimate my.yaml gpus=8 hardware=mine.yaml
 
-What cannot be measured with so many processes is taken from `like`, and the file says so under `sheet`. Medians, of the
-slowest rank; all ranks work at once, as in training. On a CPU the shapes are tiny: that is for tests.
+The file takes the numbers that it cannot measure with so many processes from `like`, and names them under `sheet`. Each
+number is the median of the slowest rank. All ranks work at the same time, as in training. On a CPU, for tests, the
+shapes are tiny.
 """
 
 from __future__ import annotations
@@ -37,36 +38,37 @@ from training.observe.flops import peak_tflops
 from training.parallel.processes import processes, rank
 from upcycle.io import disk
 
-# (groups, rows of each, columns out, columns in): a small model, 30B-A3B, 8B, and experts of the three
+# (groups, rows of each group, columns out, columns in) of a small model, of 30B-A3B, of 8B, and of experts of the three
 PRODUCTS = (
     (1, 32768, 1536, 576), (1, 16384, 5120, 2048), (1, 16384, 2048, 4096), (1, 8192, 8192, 8192),
     (1, 16384, 28672, 4096), (1, 2048, 6144, 6144), (32, 4096, 768, 576), (32, 4096, 576, 384),
     (128, 1024, 1536, 2048), (128, 1024, 2048, 768), (32, 4096, 1536, 2048), (32, 4096, 2048, 768),
     (64, 512, 5120, 3584), (64, 512, 3584, 2560), (8, 2048, 28672, 4096), (8, 2048, 4096, 14336),
 )  # fmt: skip
-# head_dim, sequence, heads, heads of keys
+# head_dim, sequence, heads, heads of keys and values
 ATTENTION = ((64, 1024, 9, 3), (64, 4096, 32, 8), (128, 2048, 32, 8), (128, 4096, 32, 4), (128, 8192, 32, 8))
 SMALL = ((1, 64, 64, 64), (4, 16, 32, 32)), ((16, 64, 4, 2),)
-TOKENS = 65536  # of attention's sequences together
-AT_ONCE = 10  # times that a GPU does a thing between two looks at the clock: what its host takes is not the thing's own
+TOKENS = 65536  # tokens of all sequences in one call of attention
+AT_ONCE = 10  # how often a GPU repeats work between two readings of the clock, so that the host's time does not count
 TINY = {
     "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256,
     "max_position_embeddings": 64, "rope_theta": 1e4, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
-LAYERS = (2, 6)  # the host's time for a layer is the difference of two models' by this many layers
-TRIES = 5  # at a difference that noise hid
+LAYERS = (2, 6)  # layers of two models; the difference of their times gives the host's time for a layer
+TRIES = 5  # how often a difference that noise hides is measured again
 
 
 @dataclass(frozen=True)
 class MeasureConfig:
-    measure: str = "hardware.yaml"  # the file to write; it must not be there
-    like: str = "h200"  # where the rest comes from: h100 | h200 | b200, or a file
-    node: int = 0  # GPUs that the fast link joins; 0: this machine's
-    device: str = ""  # cuda | cpu; "": cuda if there is one
+    measure: str = "hardware.yaml"  # the file to write; it must not exist
+    like: str = "h200"  # source of the numbers that are not measured: h100 | h200 | b200, or a file
+    node: int = 0  # number of GPUs that the fast link joins; 0: all of this machine
+    device: str = ""  # cuda | cpu; "": cuda if this machine has it
 
 
 def measure(asked: MeasureConfig) -> str:
-    """Measure this machine, write its hardware file, and return what to say; "" on all ranks but the first."""
+    """Measure this machine, write its hardware file, and return a sentence for the user; "" on all ranks but the
+    first."""
     base = hardware.read(asked.like)
     output = Path(asked.measure)
     if output.exists():
@@ -77,23 +79,23 @@ def measure(asked: MeasureConfig) -> str:
         raise ValueError(f"node is {asked.node}; it must be at least 1, or 0 for this machine's GPUs")
     world = os.environ.get("WORLD_SIZE", "1")
     if world != os.environ.get("LOCAL_WORLD_SIZE", world):
-        raise ValueError("measure was started on several machines, whose wires are not a node's; start it on one")
-    alone = hosted(placed(asked.device))  # before there are others: FSDP's part is what they add
+        raise ValueError("measure runs on several machines, but it measures the links inside one; start it on one")
+    alone = hosted(placed(asked.device))  # before the ranks are joined, so that FSDP's hooks do not count
     with processes(asked.device) as device:
         found = measured(device, base, alone, asked.node)
     if rank() > 0:
         return ""
     disk.write_atomic(output, written(found).encode())
     rest = f"; from {asked.like}: {', '.join(found.sheet)}" if found.sheet else ""
-    return f"{output} has what was measured on {found.name}{rest}; use it with hardware={output}"
+    return f"{output} has the numbers of {found.name}{rest}; use it with hardware={output}"
 
 
 def placed(device: str) -> torch.device:
-    """This process's device, before `processes` says so."""
+    """Return this process's device before `processes` sets it."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
         raise ValueError(
-            f"device is {kind}, and cuda or cpu of this machine are measured; write device=cpu, or leave it out"
+            f"device is {kind}, which this machine cannot measure; write device=cpu or device=cuda, or leave it out"
         )
     found = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if kind == "cuda" else kind)
     if found.type == "cuda":
@@ -102,7 +104,7 @@ def placed(device: str) -> torch.device:
 
 
 def measured(device: torch.device, base: Hardware, alone: tuple[float, float], node: int = 0) -> Hardware:
-    """`alone`: what `hosted` found in a process that had no others."""
+    """Return the measured Hardware of a device; `alone` is the result of `hosted` before the ranks were joined."""
     cuda = device.type == "cuda"
     shapes, attentions = (PRODUCTS, ATTENTION) if cuda else SMALL
     name = torch.cuda.get_device_name(device) if cuda else "cpu"
@@ -131,7 +133,7 @@ def measured(device: torch.device, base: Hardware, alone: tuple[float, float], n
 def seconds(
     work: Callable[[], Any], device: torch.device, repeats: int = 7, warm: int = 2, at_once: int | None = None
 ) -> float:
-    """The median, of the slowest rank. `at_once`: AT_ONCE on a GPU, if not given."""
+    """Return the median seconds of `work` on the slowest rank; `at_once` is how often it runs between two readings."""
     often = at_once or (AT_ONCE if device.type == "cuda" else 1)
 
     def wait() -> None:
@@ -153,15 +155,17 @@ def seconds(
 
 
 def longer(what: str, times: Callable[[], tuple[float, float]], by: float = 1.0) -> tuple[float, float]:
-    """The first two seconds of `times` of which the second is over `by` times the first: noise alone would make a host
-    or wires that take no time, which flatter every plan."""
+    """Measure until the second of the two times is more than `by` times the first, and return both.
+
+    Noise can hide the difference. It would then look as if a host or a link took no time, and every plan would be too
+    good."""
     for _ in range(TRIES):
         short, long = times()
         if long > by * short:
             return short, long
     raise ValueError(
-        f"{what} cannot be measured: {long * 1e3:.3g} ms holds {short * 1e3:.3g} ms of other things and must be over "
-        f"{by:g} times as long, was not {TRIES} times in a row; measure again when the machine has nothing else to do"
+        f"{what} cannot be measured: {TRIES} times in a row the longer run ({long * 1e3:.3g} ms) was not more than "
+        f"{by:g} times the shorter one ({short * 1e3:.3g} ms); measure again when the machine is idle"
     )
 
 
@@ -170,7 +174,8 @@ def random(device: torch.device, *shape: int) -> Tensor:
 
 
 def product(device: torch.device, groups: int, rows: int, out: int, inner: int) -> tuple[float, float, float]:
-    """TFLOP/s of the product, of its input's gradient and of its weight's, as experts and projections make them."""
+    """Return TFLOP/s of a product, of its input's gradient and of its weight's, computed as in experts or
+    projections."""
     x, y, w = (
         random(device, groups * rows, inner),
         random(device, groups * rows, out),
@@ -200,22 +205,23 @@ def attended(device: torch.device, head_dim: int, sequence: int, heads: int, of_
         with sdpa_kernel(BACKENDS, set_priority=True):
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    work = 2 * batch * heads * head_dim * sequence**2  # half of the square
+    work = 2 * batch * heads * head_dim * sequence**2  # FLOPs of half of the square
     alone = seconds(forward, device)
     both = seconds(lambda: torch.autograd.grad(forward(), (q, k, v), back), device)
     return round(work / alone / 1e12, 6), round(3 * work / both / 1e12, 6)
 
 
 def copied(device: torch.device) -> float:
-    """GB/s, read and written."""
+    """Return GB/s of a copy in memory, reads and writes added."""
     there = torch.empty(1 << (31 if device.type == "cuda" else 24), dtype=torch.uint8, device=device)
     other = torch.empty_like(there)
     return round(2 * there.numel() / seconds(lambda: other.copy_(there), device) / 1e9, 1)
 
 
 def hosted(device: torch.device) -> tuple[float, float]:
-    """Milliseconds of the host for a dense and a MoE layer, forward and backward: of layers whose kernels are tiny, in
-    steps of the bench, which are training's own."""
+    """Return the host's milliseconds for a dense and for a MoE layer, forward and backward.
+
+    It times layers with tiny kernels in steps of the bench, which runs the same code as training."""
     world = dist.get_world_size() if dist.is_initialized() else 1
 
     def stepped(more: dict[str, Any], layers: int) -> float:
@@ -241,11 +247,11 @@ def hosted(device: torch.device) -> tuple[float, float]:
 
 
 def linked(device: torch.device) -> Link:
-    """Latency and rate of an all-gather between all ranks."""
+    """Return latency and rate of an all-gather between all ranks."""
     world = dist.get_world_size()
-    few, many = 1 << 10, 0  # bytes of each rank
+    few, many = 1 << 10, 0  # bytes that each rank sends
     first = 27 if device.type == "cuda" else 20
-    sizes = iter([1 << power for power in range(first, first + TRIES)])  # more, where a busy host hides what they take
+    sizes = iter([1 << power for power in range(first, first + TRIES)])  # a larger one at each try
 
     def gathered(size: int) -> float:
         own = torch.empty(size, dtype=torch.uint8, device=device)
@@ -257,13 +263,13 @@ def linked(device: torch.device) -> Link:
         many = next(sizes)
         return gathered(few), gathered(many)
 
-    short, long = longer("the rate of the wires between ranks", both, by=2)
+    short, long = longer("the rate of the links between ranks", both, by=2)
     rate = (many - few) * (world - 1) / (long - short) / 1e9
     return Link(latency=digits(short / (world - 1) * 1e6), rate=digits(rate))
 
 
 def travelled(device: torch.device, bandwidth: float) -> float:
-    """GB/s of rows to other ranks, by dispatch and combine of 8 of 64 random experts, without what is local in them."""
+    """Return GB/s of rows to other ranks by dispatch and combine with random experts, without the local copies."""
     world, (tokens, hidden) = dist.get_world_size(), (16384, 2048) if device.type == "cuda" else (64, 16)
     count, k = 32 * world, 8
     own = create(DEFAULT, count, dist.group.WORLD)
@@ -275,18 +281,18 @@ def travelled(device: torch.device, bandwidth: float) -> float:
         own.combine(there.x_RD, there.handle)
 
     size = x.element_size() * hidden * tokens
-    local = 2 * size * (1 + k + 2 * k) / (bandwidth * 1e9)  # out and home: leaving and arriving rows are sorted
+    local = 2 * size * (1 + k + 2 * k) / (bandwidth * 1e9)  # there and back: leaving and arriving rows are sorted
     _, whole = longer("the rate of rows to other ranks", lambda: (local, seconds(both, device)))
     return digits(2 * size * k * (1 - 1 / world) / (whole - local) / 1e9)
 
 
 def digits(number: float) -> float:
-    """Four of them: slow wires are no zero."""
+    """Round to four digits that count, so that the rate of a slow link does not become zero."""
     return float(f"{number:.4g}")
 
 
 def written(found: Hardware) -> str:
-    """The file, a row of a table on a line."""
+    """Return the text of the hardware file, with one line for each row of a table."""
     values = asdict(found)
     lines = []
     for name, value in values.items():

@@ -1,9 +1,9 @@
-"""How many bytes does a rank hold? Of any mapping, counted by a model's sizes alone: no GPU, and no byte of weights.
+"""Count the bytes that a rank holds on any mapping, from a model's sizes alone: without a GPU and without weights.
 
-A Model is cut into units, each what FSDP gathers at once (a layer, or what is in none); each has its Share of a rank; a
-rank's Memory sums the shares of its part of the pipeline, the activations of the micro-batches in flight and the loss.
-What is counted and what is estimated: `upcycle estimate --help`. tests/parallel/test_shard.py and
-test_pipeline.py hold it to what ranks have.
+FSDP gathers a model in units: one unit for each layer, and one for the parameters outside of all layers. A Share holds
+the bytes of one unit on a rank. A Memory adds the shares of a rank's part of the pipeline, the activations of the
+micro-batches in flight, and the loss. `upcycle estimate --help` says which numbers are counted and which are estimated.
+tests/parallel/test_shard.py and test_pipeline.py compare the counts with the bytes that real ranks hold.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from training.parallel.placement import Rule, rule, sharded_dim
 from training.run.parts import held_in
 from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
 
-MASTER = 4  # bytes of a weight, and of a sum of gradients
+MASTER = 4  # bytes of a float32 weight, and of a summed gradient
 MOMENTS = {"adamw": 2, "muon": 1}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, by what they are for."""
+    """Hold the bytes of one rank, by their use."""
 
-    weights: int  # float32; those that never learn perhaps bfloat16
+    weights: int  # float32; weights that never learn may be bfloat16
     gradients: int
     moments: int
-    gathered: int  # what a layer computes with, in the compute dtype; a dispatcher's buffers
+    gathered: int  # weights that a layer computes with, in the compute dtype; a dispatcher's buffers
     activations: int
     loss: int  # the head's logits and gradient
-    # activations that are gone by the time the last backward has made the gradients, or has made them wide
+    # activations that are already freed when the last backward allocates or widens gradients
     freed: int = 0
-    teacher: int = 0  # a dense teacher's weights, its head while it is gathered, and what it says of a micro-batch
+    teacher: int = 0  # a dense teacher's weights, its gathered head, and its hidden states of a micro-batch
 
     @property
     def total(self) -> int:
@@ -56,29 +56,30 @@ class Memory:
 
     @property
     def host(self) -> int:
-        """In host memory: the copies that an asynchronous checkpoint is written from."""
+        """Return the bytes of host memory for the copies that an asynchronous checkpoint writes from."""
         return self.weights + self.moments
 
 
 class Parameter(NamedTuple):
     rule: Rule
     shape: tuple[int, ...]
-    learns: bool  # in this stage
-    kept: bool  # its moments: in any stage
-    held: int  # bytes a weight
+    learns: bool  # whether it learns in this stage
+    kept: bool  # whether it has moments, because it learns in any stage
+    held: int  # bytes of one weight
 
     def divided(self, sizes: Mapping[str, int]) -> tuple[int, int, int, bool]:
-        """(numbers of what its ranks share, of a rank's shard, filled up; how many ranks; whether FSDP has it)"""
+        """Return the numbers that its ranks share, the numbers of a padded shard, the ranks, and whether FSDP shards
+        it."""
         part, (ranks, copies) = self.rule.part(self.shape, sizes), self.rule.ranks(sizes)
         whole, dim = math.prod(part), sharded_dim(part, ranks)
         return whole, whole // part[dim] * -(-part[dim] // ranks), ranks, ranks * copies > 1
 
 
-Unit = tuple[Parameter, ...]  # what is gathered for one layer, or for no layer
+Unit = tuple[Parameter, ...]  # parameters that FSDP gathers together: one layer's, or those outside of all layers
 
 
 class Model:
-    """A model's units and the cuts of its layers, each made once: a table asks for the same ones thousands of times."""
+    """Cache a model's units and the cuts of its layers, because a table needs the same ones thousands of times."""
 
     def __init__(
         self,
@@ -87,18 +88,18 @@ class Model:
         teacher: DenseSpec | None = None,
         whole: TrainConfig | None = None,
     ) -> None:
-        """`whole`: of all stages, where `config` is that of one."""
+        """`whole` is the config of all stages if `config` is the config of one."""
         self.spec, self.optim, self.lora = spec, config.optim, config.lora
         self.all = [stage.config.optim for stage in stages_of(whole or config)]
         self.narrow = held_in(config.model, spec).itemsize
         self.teacher = Model(teacher, replace(config, lora=LoraConfig())) if teacher is not None else None
         self.dense = dense_of(spec)
-        self.units: list[tuple[bool, Unit]] = []  # whether of a layer, and its parameters; all are different
-        self.parts: dict[range, Counter[int]] = {}  # by range of layers: how often each unit occurs
+        self.units: list[tuple[bool, Unit]] = []  # all distinct units: whether it is a layer's, and its parameters
+        self.parts: dict[range, Counter[int]] = {}  # for each range of layers: how often each unit occurs
         self.cuts: dict[tuple[int, str], list[range]] = {}
 
     def ranges(self, pp: int, schedule: str) -> list[range]:
-        """The layers of each stage."""
+        """Return the layers of each stage."""
         if (pp, schedule) not in self.cuts:
             whole = [range(self.dense.layers)]
             self.cuts[pp, schedule] = whole if pp == 1 else cut(self.spec, pp, schedule)
@@ -129,25 +130,26 @@ class Model:
 
 
 class Share(NamedTuple):
-    """Bytes (and of what has moments, numbers) of one unit on a rank."""
+    """Hold the bytes of one unit on a rank; `kept` is a number of weights, not bytes."""
 
     weights: int = 0
-    kept: int = 0  # of the weights, those with moments
+    kept: int = 0  # how many weights have moments
     gradients: int = 0
-    late: int = 0  # of the gradients, those that only the last backward makes
+    late: int = 0  # bytes of gradients that only the last backward allocates
     resident: int = 0  # copies in the compute dtype that stay for the backward
-    passing: int = 0  # gathered or copied for the layer's forward, and again for its backward
-    summed: int = 0  # the largest of the sums that FSDP makes at once
+    passing: int = 0  # copies in the compute dtype that are made for the layer's forward, and again for its backward
+    summed: int = 0  # the largest sum that FSDP makes at once
 
 
 def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: Model | None = None) -> Memory:
-    """The fullest rank's Memory for `config` on `world` GPUs. `model`: of the same spec and optimiser, with the teacher
-    of the config if it has one."""
+    """Return the fullest rank's Memory for `config` on `world` GPUs.
+
+    `model` must have the same spec and optimiser, and the config's teacher if there is one."""
     return max(by_place(spec, config, world, model), key=lambda memory: memory.total)
 
 
 def by_place(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: Model | None = None) -> list[Memory]:
-    """A rank's Memory at each place in the pipeline."""
+    """Return a rank's Memory at each place in the pipeline."""
     model, mesh = model or Model(spec, config), config.mesh
     ranks = [[0]] if mesh.pp == 1 else stages(mesh.pp, mesh.schedule)
     ranges = model.ranges(mesh.pp, mesh.schedule)
@@ -171,8 +173,10 @@ def by_place(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: 
 
 
 def of_teacher(teacher: Model, config: TrainConfig, sizes: Mapping[str, int]) -> int:
-    """Bytes of its weights, in the dtype that they are computed in; of embedding and head while they are gathered; and
-    of its last hidden states of a micro-batch. Its layers pass while the model's own do not."""
+    """Return the bytes of a teacher: its weights in the compute dtype, its gathered embedding and head, and its last
+    hidden states of a micro-batch.
+
+    The teacher's gathered layers do not count, because they are freed before the model's own layers are gathered."""
     mesh, narrow = config.mesh, BYTES[config.model.computes()]
     total = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp) * teacher.dense.hidden * narrow
     for number, often in teacher.of(range(teacher.dense.layers)).items():
@@ -185,7 +189,7 @@ def of_teacher(teacher: Model, config: TrainConfig, sizes: Mapping[str, int]) ->
 
 
 def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str, int], count: int) -> Share:
-    """What one unit takes; `count`: micro-batches a step."""
+    """Return the Share of one unit; `count` is the number of micro-batches in a step."""
     mesh, narrow = config.mesh, BYTES[config.model.computes()]
     weights = with_moments = gradients = late = resident = passing = 0
     summed: Counter[Rule] = Counter()
@@ -194,22 +198,22 @@ def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str,
         whole, shard, ranks, fsdp = parameter.divided(sizes)
         weights += shard * held
         with_moments += shard * kept
-        gathered = shard * ranks  # where the ranks do not divide the dimension, padding is gathered too
+        gathered = shard * ranks  # padding included, if the ranks do not divide the dimension
         apart = placed.kind == "experts" and not fsdp and narrow < held  # see LocalExperts
-        # torch's pipelines sum gradients and free weights once a step, whatever mesh.reshard says
+        # torch's pipelines sum gradients and free weights once a step, with any mesh.reshard
         once = fsdp and (not mesh.reshard or mesh.pp > 1)
         size, first = whole if once else shard, narrow if apart else MASTER
-        if once and mesh.pp > 1 and learns:  # after its last backward a stage copies a unit's gradients to send them
+        if once and mesh.pp > 1 and learns:  # a stage copies a unit's gradients to send them after its last backward
             summed[placed] += whole * MASTER
-        most = first if count == 1 else MASTER  # the first micro-batch's may be narrow
-        there = (0, first, MASTER)[min(count, 3) - 1]  # when the last one's backward begins
+        most = first if count == 1 else MASTER  # gradients of the first micro-batch may be narrow
+        there = (0, first, MASTER)[min(count, 3) - 1]  # bytes of a gradient when the last backward begins
         gradients += size * most * learns
         late += size * (most - there) * learns
         regathered = not once if fsdp else apart and config.model.recompute in MOVES
         computed = MASTER if placed.exact else narrow
         if regathered and of_a_layer:
             passing += gathered * computed
-        elif fsdp or computed != held:  # without FSDP the copy in the compute dtype stays for the backward
+        elif fsdp or computed != held:  # the copy in the compute dtype stays for the backward
             resident += gathered * computed
     return Share(weights, with_moments, gradients, late, resident, passing, max(summed.values(), default=0))
 
@@ -223,15 +227,17 @@ def of_rank(
     units: Sequence[tuple[Share, int]],
     layers: int,
 ) -> Memory:
-    """The Memory of the rank at a place in the pipeline, with its units and how often it has each; `layers`: bytes of a
-    token in all of its layers."""
+    """Return the Memory of the rank at one place in the pipeline.
+
+    `units` gives each unit's Share and how often the rank has it. `layers` gives the bytes of a token in all of the
+    rank's layers."""
     mesh, narrow, dense = config.mesh, BYTES[config.model.computes()], model.dense
     total = Share(*(sum(each[i] * often for each, often in units) for i in range(len(Share._fields))))
     most_summed = max(each.summed for each, _ in units)
     buffers = total.resident + 3 * max(each.passing for each, _ in units) + most_summed
     moments = total.kept * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
     moments += total.kept * MASTER * (model.all[-1].average > 0)  # the mean of the last steps' weights
-    moments += total.kept * MASTER * 2 * config.islands.asked  # what the server knows, and what it is not told yet
+    moments += total.kept * MASTER * 2 * config.islands.asked  # the server's weights, and changes not yet sent to it
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
     if isinstance(model.spec, MoESpec) and mesh.ep > 1:
         can = dispatch.capabilities(mesh.dispatcher)
@@ -241,9 +247,9 @@ def of_rank(
     activations = flight * tokens * layers
     loss = 0
     if any(part.stop == dense.layers for part in parts):
-        # a chunk of logits, whose gradient takes their place; the head's gradient, in float32 and as it is handed on
+        # a chunk of logits, which its gradient overwrites; the head's gradient, in float32 and in the compute dtype
         logits = min(LOGITS, tokens * dense.vocab) * narrow
-        if dense.logit_cap:  # torch's lines in place of the kernel: a smaller chunk, and three copies of it in float32
+        if dense.logit_cap:  # torch computes it without our kernel: a smaller chunk, and three float32 copies of it
             logits = min(LOGITS // 4, tokens * dense.vocab) * (narrow + 3 * MASTER)
         if model.teacher:
             logits = min(TAUGHT, tokens * dense.vocab) * (2 * narrow + COPIES * MASTER)
@@ -255,26 +261,27 @@ def of_rank(
 
 
 def in_flight(mesh: MeshConfig, count: int, place: int, parts: int) -> int:
-    """How many of the `count` micro-batches of a step have their activations on a rank at once."""
+    """Return how many of a step's `count` micro-batches have activations on a rank at the same time."""
     if mesh.pp == 1:
         return 1
     return count if mesh.schedule == "gpipe" else min(count, mesh.pp - place if parts == 1 else mesh.pp)
 
 
 def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool, world: int) -> int:
-    """Bytes that one layer, with routed experts or without, keeps for backward, of each token outside of attention."""
+    """Return the bytes of each token that one layer, with or without routed experts, keeps for its backward."""
     mesh, narrow, mode = config.mesh, BYTES[config.model.computes()], config.model.recompute
     moe = spec if isinstance(spec, MoESpec) and routed else None
     d = dense_of(spec)
     router = 4 * 3 * moe.experts + 8 * 2 * moe.top_k if moe else 0
-    sandwich = d.block == "sandwich"  # its last norms keep the outputs of attention and FFN
-    halves = narrow * (4 if sandwich else 3) * d.hidden  # the stream twice, the FFN's input; in a sandwich its output
+    sandwich = d.block == "sandwich"  # the last norms keep the outputs of attention and FFN
+    # the residual stream twice and the FFN's input; a sandwich also keeps the FFN's output
+    halves = narrow * (4 if sandwich else 3) * d.hidden
     if mode == "full":
         return halves + router
-    # attention sees tp times as many tokens, with a tp-th of the heads: its inputs grow, its heads do not
+    # attention gets tp times as many tokens and 1 / tp of the heads: only its inputs grow
     heads = (d.heads + 2 * d.kv_heads) * d.head_dim
     attention = narrow * (d.hidden * mesh.tp + 2 * heads + d.heads * d.head_dim) + 4 * d.heads
-    if d.latent is not None:  # latents before and after their norms; queries, keys, what made keys and values, outputs
+    if d.latent is not None:  # latents before and after their norms; queries, keys, inputs of keys and values, outputs
         inputs = d.hidden + 2 * (d.latent.q_rank + d.latent.kv_rank) + d.latent.rope
         heads = d.heads * (3 * d.head_dim - d.latent.rope + 2 * d.latent.value)
         attention = narrow * (inputs * mesh.tp + heads) + 4 * d.heads
@@ -286,14 +293,14 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool, world
     bytes_kept = (halves if mode == "attention" else attention + stream) + ffn
     if moe is None:
         return bytes_kept
-    # rows of a token; padded to a capacity (which DeepEP 2.x does not do), as many as there is room for
+    # rows of a token; with padding to a capacity (DeepEP 2.x has none) all rows that there is room for
     rows: float = moe.top_k
     if config.balance.pad_to_capacity and mesh.ep * mesh.etp > 1:
         rows = min(rows * config.balance.capacity_factor, moe.experts)
     elif mesh.ep > 1:
         room = dispatch.capabilities(mesh.dispatcher).rows_a_token
         rows = room(moe.top_k, mesh.ep, moe.experts // mesh.ep, mesh.arrivals)
-    # x and its products; over etp each rank has a slice of the neurons of etp times as many rows
+    # x and its products; with etp each rank has a slice of the neurons and etp times as many rows
     kept = d.hidden * mesh.etp + matrices * max(moe.widths)
     if world == 1:
         tokens, can = config.micro_batch * config.data.sequence, experts.capabilities(config.model.expert_backend)

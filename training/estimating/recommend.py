@@ -1,8 +1,8 @@
-"""Recommend what to do with a dense model, so many GPUs and so many tokens. `upcycle recommend`.
+"""Recommend a way to train a dense model further with a number of GPUs and tokens: `upcycle recommend`.
 
-Three arms are planned for the same tokens: dense training that goes on, slices that choose, and whole copies. Each gets
-the fastest mapping that fits, by the estimates of memory and of seconds; a gain is shown as it was measured, with its
-size and its conditions, and is never extrapolated.
+It plans three arms for the same tokens: continued dense training, slices with a choice each, and whole copies. Each arm
+gets the fastest mapping that fits by the estimates of memory and seconds. The table shows gains as they were measured,
+with their size and conditions, and never extrapolates them.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from upcycle.planning.size import dense_flops, dense_parameters
 
 @dataclass(frozen=True)
 class RecommendConfig:
-    source: str = ""  # the dense model: a folder, or org/name on the hub
-    gpus: str = ""  # how many of which card, such as 8xh100; or 4xmine.yaml, a file of `upcycle estimate measure`
-    tokens: str = ""  # of training, such as 10B; best all different ones
-    sequence: int = 0  # tokens a sequence; 0: 4096, or the model's context where that is shorter
+    source: str = ""  # the dense model: a folder, or org/name on the Hub
+    gpus: str = ""  # number and card, such as 8xh100; or 4xmine.yaml with a file of `upcycle estimate measure`
+    tokens: str = ""  # tokens of training, such as 10B; best if no text repeats
+    sequence: int = 0  # tokens in a sequence; 0: 4096, or the model's context if it is shorter
 
 
-COPIES = (16, 8, 4, 2)  # of slices, the most that fit: 4, 8 and 16 gained 0.008, 0.011 and 0.015 (docs/science.md)
-WHOLE = (8, 4)  # of whole FFNs, of which a token takes two
-SLICES = 4  # slices of a copy: 2, 4 and 8 were equally good, 8 slower (docs/science.md)
+# copies of sliced FFNs; the largest that fits is taken: 4, 8 and 16 gained 0.008, 0.011 and 0.015 (docs/science.md)
+COPIES = (16, 8, 4, 2)
+WHOLE = (8, 4)  # copies of whole FFNs; a token takes two
+SLICES = 4  # slices of a copy: 2, 4 and 8 were equally good, and 8 was slower (docs/science.md)
 RECOMPUTE = ("none", "attention", "experts", "full")
-NEARLY = 1.02  # times the seconds of the fastest
+NEARLY = 1.02  # mappings below this multiple of the shortest time count as equally fast
 MICRO = (1, 2, 4, 8, 16, 32, 64)
-STEPS = 400  # at least so many, as our studies had, before a step gets more tokens
+STEPS = 400  # least number of steps, as in our studies, before a step gets more tokens
 SMALLEST, LARGEST = 2**16, 2**22  # tokens of a step: ours on 135 M parameters; the best of arXiv 2410.07524 on 15 B
-# AdamW's peak: ours on 135 M parameters, SmolLM2's own at its second size, and that of arXiv 2410.07524 above it
+# (parameters up to which it holds, AdamW's peak): ours on 135 M parameters, SmolLM2's own at its second size, and that
+# of arXiv 2410.07524 above
 PEAKS = ((5e8, 5e-4), (2e9, 3e-4), (math.inf, 2e-4))
-# Measured against dense training of the same tokens (docs/science.md; BASIS says on what).
+# gains against dense training on the same tokens (docs/science.md); BASIS names the model and the text
 GAINS = {
     "dense": "the control",
     "slices": "-0.019 (-0.024 to -0.014) after 26 M tokens, -0.028 (-0.033 to -0.023) after 63 M",
@@ -53,28 +55,28 @@ GAINS = {
 }
 BASIS = """\
 Gains are nats a token on held-out text like the training text, with the 95 % interval over three seeds, on
-SmolLM2-135M-Instruct out of 4 bits (docs/science.md). They do not carry over to other sizes: nobody has measured slices
-on a large model. At 15 B parameters and 1 T tokens others measured MMLU 65.3 for dense, 67.6 for 8 copies with top-2,
-and 66.2 for 8 copies of 8 slices with a free choice (arXiv 2410.07524). Text should be read once: slices that read the
-same text three times fell behind dense. Hours are of steps alone; such predictions were off by up to 15 %
+SmolLM2-135M-Instruct from 4-bit weights (docs/science.md). They do not carry over to other sizes: nobody has measured
+slices on a large model. At 15 B parameters and 1 T tokens others measured MMLU 65.3 for dense, 67.6 for 8 copies with
+top-2, and 66.2 for 8 copies of 8 slices with a free choice (arXiv 2410.07524). Read text only once: slices that read
+the same text three times fell behind dense. Hours count steps only; such predictions were off by up to 15 %
 (docs/scaling.md)."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to spend the tokens: its model's size, and the fastest mapping that fits; None: `least` is too much."""
+    """Describe one way to spend the tokens: the size of its model, and the fastest mapping that fits."""
 
     copies: int
     parameters: int
-    flops: float  # of a token, the dense model's being 1
-    words: tuple[str, ...]  # for upcycle train
-    best: Timed | None
+    flops: float  # FLOPs of a token, divided by the dense model's
+    words: tuple[str, ...]  # words for `upcycle train`
+    best: Timed | None  # None: nothing fits
     hours: float
-    least: float  # bytes of a GPU that it takes at least
+    least: float  # least bytes of a GPU that any mapping takes
 
 
 def recommend(asked: RecommendConfig) -> str:
-    """Return the three arms as a table, with memory, hours and measured gains, and the commands that run the best."""
+    """Return a table of the three arms with memory, hours and measured gains, and the commands to run the best."""
     count, card, tokens = check_asked(asked)
     with opened(asked.source) as origin:
         dense = origin.spec
@@ -87,18 +89,18 @@ def recommend(asked: RecommendConfig) -> str:
     choices = [("dense", 1), *(("slices", n) for n in COPIES), *(("copies", n) for n in WHOLE)]
     arms: dict[str, Arm] = {}
     for name, copies in tqdm(choices, desc="plans", leave=False, delay=2, disable=None):
-        if name not in arms or arms[name].best is None:  # fewer copies only where more do not fit
+        if name not in arms or arms[name].best is None:  # try fewer copies only if more do not fit
             arms[name] = arm_of(name, copies, asked.source, dense, run, count, card)
     return "\n".join(lines_of(asked, dense, arms, count, card, tokens))
 
 
 def check_asked(asked: RecommendConfig) -> tuple[int, hardware.Hardware, float]:
-    """Return the GPUs, their card and the tokens that were asked for."""
+    """Check the keys; return the number of GPUs, their card and the tokens."""
     if not asked.source:
         raise ValueError("source is missing; write the dense model, for instance source=./llama")
     found = re.fullmatch(r"(\d+) ?x ?(.+)", asked.gpus)
     if found is None or not 1 <= int(found[1]) <= MOST_GPUS:
-        raise ValueError(f"gpus is {asked.gpus!r}; write how many of which card, for instance gpus=8xh100")
+        raise ValueError(f"gpus is {asked.gpus!r}; write a number and a card, for instance gpus=8xh100")
     if not asked.tokens:
         raise ValueError("tokens is missing; write how many to train on, for instance tokens=10B")
     number, _ = amount("tokens", asked.tokens)
@@ -108,7 +110,7 @@ def check_asked(asked: RecommendConfig) -> tuple[int, hardware.Hardware, float]:
 
 
 def schedule_of(parameters: int, count: int, tokens: float, sequence: int) -> list[str]:
-    """Return the words of a run that all arms share: its batch, its steps and its rate."""
+    """Return the words of a run that all arms share: batch, steps and learning rate."""
     step = min(max(2 ** int(math.log2(tokens / STEPS)), SMALLEST), LARGEST)
     batch = -(-max(1, step // sequence) // count) * count
     steps = max(1, round(tokens / (batch * sequence)))
@@ -120,7 +122,7 @@ def schedule_of(parameters: int, count: int, tokens: float, sequence: int) -> li
 
 
 def model_words(name: str, copies: int, place: str) -> tuple[str, list[str]]:
-    """Return the ready config of an arm, and the words of its model."""
+    """Return the name of an arm's ready config, and the words of its model."""
     if name == "dense":
         return "", [f"model.source={place}"]
     words = [f"model.upcycle.source={place}", f"model.upcycle.experts={copies}"]
@@ -130,7 +132,9 @@ def model_words(name: str, copies: int, place: str) -> tuple[str, list[str]]:
 def arm_of(
     name: str, copies: int, place: str, dense: DenseSpec, run: list[str], count: int, card: hardware.Hardware
 ) -> Arm:
-    """Plan an arm: of all micro-batches and ways to recompute take the fastest that fits; of equals the smallest."""
+    """Plan an arm: try all micro-batches and recompute modes, and take the fastest that fits.
+
+    Among equally fast ones take the one with the least memory."""
     file, words = model_words(name, copies, place)
     config = read_config(file, [*words, *run, "micro_batch=1"])
     with source(config) as origin:
@@ -144,7 +148,7 @@ def arm_of(
             if not fit:
                 break
             keys = [f"micro_batch={micro}", f"model.recompute={recompute}"]
-            # FSDP with experts over ranks is what most people run: pipelines and the like only where nothing else fits
+            # prefer FSDP with expert parallel, as most people run it; use other axes only if nothing else fits
             found += [(any(getattr(each.mesh, axis) > 1 for axis in AXES if axis != "ep"), each, keys) for each in fit]
     plain = [each for each in found if not each[0]]
     found = plain or found
@@ -164,7 +168,7 @@ def arm_of(
 def lines_of(
     asked: RecommendConfig, dense: DenseSpec, arms: dict[str, Arm], count: int, card: hardware.Hardware, tokens: float
 ) -> Iterator[str]:
-    """Yield the table, what its gains rest on, and the commands."""
+    """Yield the table, the basis of its gains, and the commands."""
     size = short(dense_parameters(dense))
     yield f"{asked.source}, {size} parameters, {short(tokens)} tokens, {count} {card.name} of {card.memory:g} GB\n"
     yield f"{'':9}{'model':31}{'parameters':>10}{'FLOPs':>8}{'GB a GPU':>10}{'hours':>9}   held-out loss, minus dense"
@@ -190,4 +194,4 @@ def lines_of(
     yield f"upcycle prepare runs/valid tokenizer={asked.source} sources=[OTHER_TEXT]"
     yield f"upcycle train {' '.join(words)}"
     if count > card.node:
-        yield f"The last one under Slurm, on {-(-count // card.node)} nodes: sbatch configs/launch/slurm.sbatch WORDS"
+        yield f"Run the last under Slurm on {-(-count // card.node)} nodes: sbatch configs/launch/slurm.sbatch WORDS"

@@ -1,21 +1,22 @@
-"""How long will a step take? A sum over what a rank does, for any mapping, of the rates in a file of configs/hardware.
+"""Predict the seconds of a training step on any mapping from the rates in a file of configs/hardware.
 
-What is summed, of the slowest rank:
+The prediction adds these parts of the slowest rank:
 
-    products    projections, dense FFNs and the head, by the shape of each: forward, gradients of input and weight
-    experts     grouped products, of the fullest rank, at uneven counts
-    attention   by half of the causal square (of the window)
-    memory      what passes over the data cost: norms, rotation, activations, routers, the loss, casts, sums
-    rows        to the experts and home, sorting included; this trainer hides nothing of it
-    tensor      what tp and cp move within a layer
-    gathers     FSDP's gathers and sums, as far as nothing hides them: see `once`
-    bubble      a pipeline's idle time, and what its stages send
-    optimizer   weights, moments and gradients, read and written once
-    host        what is left waiting where the host launches more slowly than the device computes, unless recorded
+    products    projections, dense FFNs and the head, each by its shape: forward, gradients of input and weight
+    experts     grouped products of the fullest rank, at uneven counts
+    attention   half of the causal square (of the window)
+    memory      passes over data: norms, rotation, activations, routers, the loss, casts, sums
+    rows        token rows to the experts and back, including the sort; the trainer overlaps none of it
+    tensor      data that tp and cp move within a layer
+    gathers     FSDP's gathers and sums that no computation hides: see `once`
+    bubble      a pipeline's idle time, and the data that its stages send
+    optimizer   weights, moments and gradients, each read and written once
+    host        the time that the device waits for a slow host; zero in a recorded step
 
-Recomputation is in the part that it repeats. Constants of the model stand below with where they are from; all else is
-counted, or a rate of the hardware file. benchmarks/results/2026-11-planning.md compares it with what was measured.
-Frozen parameters, adapters, teachers, Muon's products, documents and FP8 are not in it: they count as plain training.
+Recomputation counts in the part that it repeats. The constants below name their source. Everything else is counted, or
+comes from the hardware file. benchmarks/results/2026-11-planning.md compares the predictions with measured steps. The
+model leaves out frozen parameters, adapters, teachers, Muon's products, documents and FP8: it counts such a step as
+plain training.
 """
 
 from __future__ import annotations
@@ -36,38 +37,41 @@ from training.run.record import MOST, hindrance
 from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
 from upcycle.planning.size import mean_context
 
-# Rows of an expert that its last tiles have room for and it has not: half of a pair of 128. Of 1,024 rows that leaves
-# 0.89 of the rate at even counts: four layers balanced were 2.4 ms of 26.2 faster on an H100, and 3 of 25 on an H200
+# Empty rows in the last tiles of an expert: half of a pair of 128-row tiles. With 1,024 rows the expert reaches 0.89 of
+# the rate at even counts. Four balanced layers were 2.4 of 26.2 ms faster on an H100, and 3 of 25 ms on an H200
 PARTIAL = 128
-# Kernels of a profile took 64.7 ms where a step takes 67.5: the card lowers its clock under load
+# The kernels of a profile took 64.7 ms, and the same step took 67.5 ms: the card lowers its clock under load
 CLOCK = 1.04
-EAGER = 2  # passes of norms and rotation without model.compile: SmolLM2's norms reached a third of the memory's rate
-# Standard deviation of an expert's rows, of their mean. Random routers on random tokens, as the bench has: a capacity
-# of 1 won 3.3 to 4.2 % of a step. In training the fullest of 8 to 32 had 1.2 to 1.43 times the mean (docs/science.md).
+EAGER = 2  # factor on norms and rotation without model.compile: SmolLM2's norms reached a third of the memory's rate
+# Standard deviation of an expert's rows, divided by their mean. RANDOM is for the bench, which has random routers and
+# random tokens: a capacity of 1 saved 3.3 to 4.2 % of a step. TRAINED is for training, where the fullest of 8 to 32
+# experts had 1.2 to 1.43 times the mean (docs/science.md).
 RANDOM, TRAINED = 0.05, 0.2
-# A host and a device that are nearly equally fast wait for each other by turns: the sum of fourth powers, by SmolLM2's
-# dense step on an H100, 252 ms where the device was busy for 200
+# A host and a device of nearly equal speed wait for each other in turn. A sum of fourth powers models this. The power
+# fits SmolLM2's dense step on an H100, which took 252 ms and kept the device busy for 200 ms
 TURNS = 4
-COMPILED = 0.5  # of a layer's host time with model.compile; an estimate
-# What the host does besides in a layer and micro-batch, of a MoE layer's host time: FSDP's hooks around its units (a
-# MoE layer took 9.5 ms with them and 5 without, `measure` on 2 H200), and what tp and cp send (six mappings on those)
+COMPILED = 0.5  # share of a layer's host time that model.compile leaves; an estimate
+# Further host work in each layer and micro-batch, as shares of a MoE layer's host time. HOOKS is for FSDP's hooks
+# around its units (a MoE layer took 9.5 ms with them and 5 ms without, by `measure` on 2 H200). OVER_TP and OVER_CP are
+# for the messages of tp and cp (six mappings on the same 2 H200)
 HOOKS, OVER_TP, OVER_CP = 0.8, 0.15, 0.4
-# A capacity's mask, of a MoE layer's host time: 100 of 1,731 of torch's calls forward and backward, on two CPU ranks
+# The mask of a capacity takes this share of a MoE layer's host time: 100 of 1,731 torch calls, on two CPU ranks
 DROPPING = 0.06
-# Times a dispatcher's wait, where rows go over ep and etp: 54 of torch's calls instead of 47, on four CPU ranks
+# Factor on a dispatcher's wait with both ep and etp: 54 torch calls instead of 47, on four CPU ranks
 BOTH = 1.15
-# Passes over data in elements, forward and backward: a norm with its residual addition, rotation and head norm, an
-# activation (9 with what is made again), and over logits the products, the loss and its gradient
+# Elements that pass through memory for each element of data, forward and backward: for a norm with its residual
+# addition, for rotation with the head norm, for an activation (including its recomputation), and for logits (their
+# product, the loss and its gradient)
 NORM, ROTATION, ACTIVATION, LOGITS = 8, 5, 9, 5
-SEPARATE = 14  # of a dense FFN's activation, where no kernel of ours and no compiler makes one pass of product and gate
-JOINED = 4  # of queries and keys of latents, whose turned part is put behind the rest and taken off their gradient
-ROUTER = 12  # of float32 logits: scores, choice, statistics, losses
-# How much longer than a copy's a byte takes in passes of torch's own, in profiles of steps on two H200: float32 +=
-# bfloat16 (2.6 and 2.5 TB/s in two rows with ep 2, where copies have 4.2; our kernel for experts had 4.2), and AdamW
-# with all in float32 (2.9 TB/s in three)
+SEPARATE = 14  # for a dense FFN's activation when neither a kernel of ours nor the compiler joins product and gate
+JOINED = 4  # for queries and keys of latents: the rotated part is appended, and split off their gradient again
+ROUTER = 12  # for float32 router logits: scores, choice, statistics, losses
+# Time of a byte in torch's own passes, divided by the time of a byte in a copy, from profiles of steps on two H200.
+# MIXED is for float32 += bfloat16 (2.6 and 2.5 TB/s in two rows with ep 2; copies and our kernel for experts reached
+# 4.2 TB/s). FUSED is for AdamW with everything in float32 (2.9 TB/s in three rows)
 MIXED, FUSED = 1.64, 1.45
-# As long as a copy of so many bytes takes torch to put an element of FSDP's gradients where they are summed: 660 M of
-# them in 1.91 ms, of bfloat16, in the profile of two layers with ep 2. (Of float32: 736 M in less than 2.37)
+# Bytes whose copy takes as long as torch needs to put one element of FSDP's gradients into the buffer of their sum. In
+# the profile of two layers with ep 2 660 M bfloat16 elements took 1.91 ms, and 736 M float32 ones less than 2.37 ms
 TOGETHER = 12
 BUBBLES = {
     "gpipe": 1.0,
@@ -75,12 +79,12 @@ BUBBLES = {
     "interleaved": 0.5,
     "zero_bubble": 1 / 3,
     "zbv": 1 / 6,
-}  # of (pp - 1) micro-batches
+}  # share of (pp - 1) micro-batches that a rank is idle
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one step, by what takes them."""
+    """Hold the seconds of one step, by their cause."""
 
     products: float = 0.0
     experts: float = 0.0
@@ -98,15 +102,15 @@ class Seconds:
         return sum(vars(self).values(), 0.0)
 
 
-Parts = defaultdict[str, float]  # seconds by the names of Seconds; and of what happens once a step
+Parts = defaultdict[str, float]  # seconds by the field names of Seconds, and by the names that `once` uses
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How evenly tokens go to experts."""
+    """Describe how evenly tokens go to experts."""
 
-    spread: float = TRAINED  # see RANDOM
-    in_turn: bool = False  # all experts equally many rows, a token's experts neighbours: the bench's routing=balanced
+    spread: float = TRAINED  # standard deviation of an expert's rows, divided by their mean
+    in_turn: bool = False  # the bench's routing=balanced: equal rows for all experts, neighbouring experts for a token
 
 
 def step(
@@ -120,8 +124,10 @@ def step(
     ranges: Sequence[range] | None = None,
     taken: float = 0.0,
 ) -> Seconds:
-    """Of a step of `config` on `world` GPUs. `blocks`: no head and no optimiser, as a bench's stack of layers.
-    `ranges`: the layers of each stage, where they are known. `taken`: bytes of a GPU that the step takes, if known."""
+    """Predict the seconds of one step of `config` on `world` GPUs.
+
+    `blocks` leaves out head and optimiser, like a bench's stack of layers. `ranges` gives the layers of each stage, if
+    known. `taken` gives the bytes that the step takes on a GPU, if known."""
     mesh, layers = config.mesh, (spec.dense if isinstance(spec, MoESpec) else spec).layers
     if ranges is None:
         ranges = [range(layers)] if mesh.pp == 1 else cut(spec, mesh.pp, mesh.schedule)
@@ -130,15 +136,18 @@ def step(
 
 
 def recorded(config: TrainConfig, world: int, moe: bool, share: float) -> bool:
-    """Whether a step is recorded once and replayed without its host (training/run/record.py): one GPU that trains
-    alone,
-    with nothing in the way; by itself only where the step takes half of the memory at most. `share`: of it."""
+    """Tell whether the trainer records a step once and replays it without the host (training/run/record.py).
+
+    It does so on a single GPU if nothing in the config hinders it. Unless model.graph is set, the step must also take
+    at most half of the memory. `share` is the share of the memory that the step takes."""
     asked = config.model.graph
     free = not hindrance(config, world, moe, taught=config.teacher.asked)
     return free and (share <= MOST if asked is None else asked)
 
 
 class Clock:
+    """Predict the seconds of one mapping; see `step` for the arguments."""
+
     def __init__(
         self,
         spec: DenseSpec | MoESpec,
@@ -147,7 +156,7 @@ class Clock:
         card: Hardware,
         routing: Routing,
         blocks: bool,
-        replayed: bool = False,  # without a host
+        replayed: bool = False,  # a recorded step, which needs no host
     ) -> None:
         self.config, self.card, self.routing, self.blocks, self.mesh = config, card, routing, blocks, config.mesh
         self.replayed = replayed
@@ -157,7 +166,7 @@ class Clock:
         attention, experts = grids(self.mesh, world)
         self.sizes = attention | experts
         self.narrow = BYTES[config.model.computes()]
-        self.tokens = config.micro_batch * config.data.sequence / (self.mesh.cp * self.mesh.tp)  # a rank's own
+        self.tokens = config.micro_batch * config.data.sequence / (self.mesh.cp * self.mesh.tp)  # on one rank
         data = self.sizes["dp_shard"] * self.mesh.dp_replicate
         self.count = max(1, config.batch // (config.micro_batch * data))
 
@@ -171,8 +180,8 @@ class Clock:
             moe = sum(bisect_left(routed, part.stop) - bisect_left(routed, part.start) for part in parts)
             first, last = any(part.start == 0 for part in parts), any(part.stop == d.layers for part in parts)
             places.append((sum(map(len, parts)) - moe, moe, len(parts), first, last))
-        ranks = {place: self.rank(layer, *place) for place in set(places)}  # many of a pipeline are alike
-        # who has most to do waits for the first and the last micro-batch of the others
+        ranks = {place: self.rank(layer, *place) for place in set(places)}  # many places of a pipeline are the same
+        # the busiest rank waits for the first and the last micro-batch of the others
         whole = sum(ranks[place]["micro"] for place in places)
         for rank in ranks.values():
             rank["bubble"] += BUBBLES[mesh.schedule] * (whole - rank.pop("micro"))
@@ -180,7 +189,7 @@ class Clock:
         return Seconds(**{field.name: worst[field.name] for field in fields(Seconds)})
 
     def rank(self, layer: dict[bool, Parts], dense: int, moe: int, chunks: int, first: bool, last: bool) -> Parts:
-        """A step of one place in the pipeline, with so many dense and MoE layers in so many stages."""
+        """Return the seconds of one place in the pipeline that has these dense and MoE layers in `chunks` stages."""
         total: Parts = defaultdict(float)
         for routed, often in ((False, dense), (True, moe)):
             for name, seconds in layer[routed].items() if often else ():
@@ -190,27 +199,28 @@ class Clock:
         compute = sum(total.values())
         micro = compute / self.count
         once = self.once(dense, moe, first or last)
-        # a forward is a third; weights that stay are gathered in the first, and their sums cross in the last backward
+        # forward is a third of the time. Weights that stay are gathered under the first forward; sums over copies cross
+        # under the last backward
         hidden = micro / 3 if self.weights_once else compute
         total["gathers"] += max(0.0, once["gathers"] - hidden) + once["exposed"]
         total["gathers"] += max(0.0, once["across"] - 2 * micro / 3)
         total["memory"] += 0 if self.blocks else once["memory"]
         if self.mesh.pp > 1:
             total["bubble"] = self.sent(chunks)
-        total["micro"] = micro  # of one micro-batch; `step` makes the bubble of it
+        total["micro"] = micro  # seconds of one micro-batch; `step` turns them into the bubble
         eager = self.card.host[0] * dense + self.card.host[1] * moe
         more = HOOKS * (self.sizes["dp_shard"] * self.mesh.cp * self.mesh.tp > 1)
         more += OVER_TP * (self.mesh.tp > 1) + OVER_CP * (self.mesh.cp > 1)
         beside = more * self.card.host[1] * (dense + moe)
         beside += DROPPING * self.card.host[1] * moe * (self.config.balance.capacity_factor > 0)
         host = (eager * (COMPILED if self.config.model.compile else 1) + beside) * self.count / 1e3
-        if not self.replayed:  # what FSDP does is in every layer's hooks, and fills a slow host's gaps too
+        if not self.replayed:  # FSDP works in every layer's hooks, so its work also fills a slow host's gaps
             busy = compute + total["gathers"] + (0 if self.blocks else once["memory"])
             total["host"] = (busy**TURNS + host**TURNS) ** (1 / TURNS) - busy
         total["optimizer"] = once["optimizer"]
         return total
 
-    # ---- a layer, forward and backward of one micro-batch
+    # ---- one layer: forward and backward of one micro-batch
 
     def layer(self, routed: bool) -> Parts:
         found = self.attending()
@@ -229,7 +239,7 @@ class Clock:
         window = len(d.window_layers) / d.layers if d.window else 0
         sequence = self.config.data.sequence
         context = window * mean_context(sequence, d.window) + (1 - window) * mean_context(sequence, None)
-        width = (d.head_dim + d.value_dim) / 2  # of queries and keys, and of values
+        width = (d.head_dim + d.value_dim) / 2  # mean of the width of queries and keys and the width of values
         forward, both = attention_rates(card, width, 2 * context)
         core = CLOCK * 4 * heads * width * context * seen / 1e12
         found: Parts = defaultdict(float)
@@ -252,11 +262,11 @@ class Clock:
         return found
 
     def projections(self) -> list[tuple[float, float]]:
-        """(columns out, columns in) of the products around attention, on a rank of tp."""
+        """List (columns out, columns in) of the products around attention, on a rank of tp."""
         d, tp = self.dense, self.mesh.tp
         if d.latent is None:
             return [((d.heads + 2 * d.kv_heads) * d.head_dim / tp, d.hidden), (d.hidden, d.heads * d.head_dim / tp)]
-        at = d.latent  # each rank of tp makes all latents
+        at = d.latent  # each rank of tp computes all latents
         return [
             (at.q_rank + at.kv_rank + at.rope, d.hidden),
             (d.heads * d.head_dim / tp, at.q_rank or d.hidden),
@@ -265,7 +275,7 @@ class Clock:
         ]
 
     def around(self, seen: float, heads: float, of_keys: float, core: float) -> float:
-        """What context parallel moves: a ring's keys and values pass under its attention, ulysses' heads do not."""
+        """Return the seconds of context parallel: attention hides a ring's keys and values, but not ulysses' heads."""
         mesh, width = self.mesh, (self.dense.head_dim + self.dense.value_dim) * self.narrow * seen
         if mesh.context == "ulysses":
             return 2 * self.exchange(mesh.cp, mesh.tp, (heads + of_keys) * width)
@@ -289,18 +299,18 @@ class Clock:
         again = self.mode in ("experts", "full")
         kept, fullest = self.load(moe)
         local, width = moe.experts / mesh.ep, sum(moe.widths) / moe.experts / mesh.etp
-        rows = self.tokens * moe.top_k * mesh.etp  # in balance
+        rows = self.tokens * moe.top_k * mesh.etp  # of a rank whose load is the mean
         each = rows * fullest / local
         even = 1 if self.routing.in_turn else each / (each + PARTIAL)
         up = 2 if d.gated else 1
         found: Parts = defaultdict(float)
-        # of the two products only the first is made again
+        # recomputation repeats only the first of the two products
         found["experts"] = self.product(local, each, up * width, d.hidden, again) / even
         found["experts"] += self.product(local, each, d.hidden, width, False) / even
         found["memory"] = self.passing(ACTIVATION * rows * kept * width * self.narrow)
         found["memory"] += self.passing(ROUTER * self.tokens * moe.experts * 4)
-        found["products"] = 3 * self.product(0, self.tokens, moe.experts, d.hidden, False)  # float32 out of three
-        # backward goes by the plan of forward, and waits for nobody
+        found["products"] = 3 * self.product(0, self.tokens, moe.experts, d.hidden, False)  # three make a float32 one
+        # backward reuses the plan of forward, and does not wait
         found["rows"] = (1 + again) * self.waiting() + (4 + again) * self.home(moe, kept)
         if self.can.tells and mesh.ep > 1:
             choices = self.tokens * mesh.ep * moe.experts
@@ -308,12 +318,13 @@ class Clock:
         return found
 
     def load(self, moe: MoESpec) -> tuple[float, float]:
-        """(the share of rows that a capacity keeps, the fullest rank's rows over the mean before it)"""
+        """Return the share of rows that a capacity keeps, and the fullest rank's rows over the mean before the cut."""
         spread, room = self.routing.spread, self.config.balance.capacity_factor
         if self.routing.in_turn or not spread:
             return 1.0, 1.0
         ranks, normal = self.mesh.ep, NormalDist()
-        highest = normal.inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0  # of so many normal numbers
+        # the expected highest of `ranks` normal numbers
+        highest = normal.inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
         kept = 1.0
         if room:
             z = (room - 1) / spread
@@ -322,7 +333,7 @@ class Clock:
         return kept, min(fullest, room) if room else fullest
 
     def home(self, moe: MoESpec, kept: float) -> float:
-        """Rows from tokens to experts or back: sorted where they leave and where they arrive, and on the wires."""
+        """Return the seconds of all rows on their way to the experts or back: the wires, and a sort at both ends."""
         mesh, row = self.mesh, self.dense.hidden * self.narrow
         rows = self.tokens * moe.top_k * kept
         leave = self.passing((self.tokens + rows) * row)
@@ -332,7 +343,7 @@ class Clock:
         if self.can.sorts:
             return wires
         arrive = self.passing(2 * rows * mesh.etp * row)
-        if mesh.etp > 1:  # repeated for every peer, and summed up where they come back
+        if mesh.etp > 1:  # every peer gets a copy of the rows, and the results are summed when they come back
             arrive += self.passing((mesh.etp + 1) * rows * row)
             arrive += self.exchange(mesh.etp, 1, rows * row * mesh.etp)
         return leave + wires + arrive
@@ -355,7 +366,7 @@ class Clock:
         latency = ((near - 1) * card.link.latency + (nodes - 1) * card.network.latency) / 1e6
         return max(beside, beyond) + latency
 
-    # ---- once a step, or a micro-batch
+    # ---- once a step, or once a micro-batch
 
     def ends(self, first: bool, last: bool) -> Parts:
         d = self.dense
@@ -364,7 +375,7 @@ class Clock:
             found["products"] = self.product(0, self.tokens, d.vocab, d.hidden, False)
             found["memory"] = self.passing(LOGITS * self.tokens * d.vocab * self.narrow)
         if first:
-            found["memory"] += self.passing(2 * 4 * d.vocab * d.hidden)  # its gradient is made of zeros
+            found["memory"] += self.passing(2 * 4 * d.vocab * d.hidden)  # the embedding's gradient starts as zeros
         return found
 
     @property
@@ -372,13 +383,13 @@ class Clock:
         return not self.mesh.reshard or self.mesh.pp > 1
 
     def once(self, dense_layers: int, moe_layers: int, edge: bool) -> Parts:
-        """FSDP's part, casts, sums and the optimiser: of the parameters of a rank's layers, by kind.
+        """Return the seconds that a rank's parameters take once a step: FSDP, casts, sums and the optimiser.
 
-        FSDP asks for a layer's weights while the layer before computes. The first layer asks for the second's before
-        its own attention and experts come to ask for theirs, so the gathers of two have nothing to hide under. A unit's
-        gradients are not put together for their sum before the sum of the unit before is done: experts' (or an FFN's)
-        hide under their rows' way home and the backward of their layer's attention, attention's under nothing, the rest
-        of a layer under the next one's FFN."""
+        FSDP requests a layer's weights while the previous layer computes. The first layer requests the weights of the
+        second before its own attention and experts request theirs, so nothing hides the gathers of two layers. FSDP
+        collects a unit's gradients only when the sum of the unit before has ended. The sums of experts (or of an FFN)
+        hide under the way back of the rows and the backward of the attention in their layer. Nothing hides the sums of
+        attention. The next layer's FFN hides the rest of a layer."""
         d, mesh, moe, size = self.dense, self.mesh, self.moe, self.sizes
         layers = dense_layers + moe_layers
         matrices = 3 if d.gated else 2
@@ -389,8 +400,8 @@ class Clock:
         small = layers * 2 * d.hidden + moe_layers * d.hidden * (moe.experts if moe else 0)
         ends = edge * d.vocab * d.hidden * (1 if d.tied or mesh.pp > 1 else 2)
         over = size["dp_shard"] * mesh.cp
-        # (parameters, ranks of FSDP, stride, bytes that are gathered of each, units in each layer, ranks of copies,
-        # which of the sums above)
+        # (parameters, ranks of FSDP, stride, gathered bytes of each parameter, units in each layer, ranks of copies,
+        # name among the sums)
         kinds = [
             (attention, over, mesh.tp, self.narrow, 1, mesh.dp_replicate, "attention"),
             (ffn, over, mesh.tp, self.narrow, 0.5, mesh.dp_replicate, "ffn"),
@@ -398,7 +409,7 @@ class Clock:
             (small, over * mesh.tp, 1, 4, 1, mesh.dp_replicate, "small"),
             (0 if self.blocks else ends, over * mesh.tp, 1, self.narrow, 0, mesh.dp_replicate, "ends"),
         ]
-        times = 1 if self.weights_once else self.count  # sums a step; gathers are twice as many where weights are freed
+        times = 1 if self.weights_once else self.count  # sums in a step; freed weights are gathered twice as often
         gathers = 1 if self.weights_once else 2 * self.count
         found: Parts = defaultdict(float)
         sums: Parts = defaultdict(float)
@@ -414,7 +425,7 @@ class Clock:
                 calls * self.collective(ranks, stride, parameters * each / calls) if ranks > 1 else 0.0
                 for each in (width, 4)
             )
-            if copies > 1:  # over copies, once a step: a scatter and a gather
+            if copies > 1:  # a scatter and a gather over copies, once a step
                 across = 2 * calls * self.collective(copies, ranks * stride, shard * 4 / calls)
                 found["exposed" if place == "ends" else "across"] += across
             found["exposed" if place == "ends" else "gathers"] += gathers * gathered
@@ -428,26 +439,27 @@ class Clock:
             moments = {"adamw": 2, "muon": 1}[self.config.optim.name] * BYTES[self.config.optim.moments]
             single = self.count == 1 and size["edp_shard"] == 1 and routed > shards / 2
             gradients = self.narrow if single else 4
-            mixed = min(gradients, BYTES[self.config.optim.moments]) < 4  # then a kernel of ours does it
+            mixed = min(gradients, BYTES[self.config.optim.moments]) < 4  # then a kernel of ours updates the weights
             update = (8 + 2 * moments + gradients) * (1 if mixed else FUSED)
             found["optimizer"] = self.passing(shards * (update + gradients))
         return found
 
     def kept(self, parameters: float, ranks: int, width: float, gathers: int, times: int) -> float:
-        """Bytes that pass through memory for weights that are cast and gathered and gradients that are added up. (Norms
-        and routers are float32 throughout; they are too few to be counted in another way.)"""
+        """Return the bytes that pass through memory to cast and gather weights and to add gradients.
+
+        Norms and routers stay float32. They are too few to count differently."""
         shard = parameters / ranks
         if ranks == 1:
             return (10 * (self.count - 1) + 6) * shard
-        # cast, put where the others read it, and taken apart
+        # the shard is cast and copied into the buffer of the gather, and the result is split into parameters
         size = gathers * ((6 + 2 * width) * shard + 2 * width * parameters)
         if not self.weights_once:
             return size + times * TOGETHER * parameters + 12 * (self.count - 1) * shard
-        added = 6 + 10 * (self.count - 1) if self.count > 1 else 0  # made float32, and others added
+        added = 6 + 10 * (self.count - 1) if self.count > 1 else 0  # cast to float32, then each further one is added
         return size + (added * MIXED + TOGETHER) * parameters
 
     def sent(self, chunks: int) -> float:
-        """What a pipeline's stages send in a step, forward and back; they wait for it."""
+        """Return the seconds that a pipeline's stages wait for messages in a step, forward and backward."""
         stride = self.world // self.mesh.pp
         link = self.wire(stride)
         size = self.tokens * self.dense.hidden * self.narrow
@@ -471,7 +483,7 @@ class Clock:
 
     @property
     def can(self) -> Capabilities:
-        """What the dispatcher does."""
+        """Return the capabilities of the dispatcher."""
         return capabilities(self.mesh.dispatcher)
 
     @property
@@ -482,13 +494,14 @@ class Clock:
         return self.card.link if stride < self.card.node else self.card.network
 
     def placed(self, size: int, stride: int) -> tuple[int, int]:
-        """(ranks of a group in one node, nodes); its neighbours are `stride` ranks apart."""
+        """Return a group's ranks in one node and its nodes; neighbours of the group are `stride` ranks apart."""
         near = max(1, min(size, self.card.node // stride))
         return near, -(-size // near)
 
     def collective(self, size: int, stride: int, whole: float) -> float:
-        """A gather of `whole` bytes on every rank, or the sum that is its transpose: a ring through all nodes, which
-        has as many cards' network as the group has ranks in a node."""
+        """Return the seconds to gather `whole` bytes on every rank, or to sum them over the ranks.
+
+        The ring passes through all nodes, and uses the network of every card that the group has in a node."""
         card = self.card
         near, nodes = self.placed(size, stride)
         latency = ((near - 1) * card.link.latency + (nodes - 1) * card.network.latency) / 1e6
@@ -496,7 +509,7 @@ class Clock:
         return latency + max(inside, whole * (1 - 1 / nodes) / (near * card.network.rate * 1e9))
 
     def exchange(self, size: int, stride: int, own: float) -> float:
-        """An all-to-all of `own` bytes that each rank has."""
+        """Return the seconds of an all-to-all in which each rank sends `own` bytes."""
         card = self.card
         near, nodes = self.placed(size, stride)
         latency = ((near - 1) * card.link.latency + (nodes - 1) * card.network.latency) / 1e6
@@ -505,6 +518,6 @@ class Clock:
 
 
 def distinct(experts: int, k: int, places: int) -> float:
-    """How many of the `places` that the experts lie in a token's k random experts are in."""
+    """Return the expected number of places that hold a token's k random experts, for experts spread over `places`."""
     away = experts - experts // places
     return places * (1 - (math.comb(away, k) / math.comb(experts, k) if away >= k else 0.0))

@@ -70,7 +70,7 @@ def test_the_command_names_the_source_that_was_given(tmp_path: Path, capsys: pyt
     ("words", "says"),
     [
         (["gpus=8xh100", "tokens=1B"], "source is missing; write"),
-        (["source=SOURCE", "tokens=1B"], "gpus is ''; write how many of which card, for instance gpus=8xh100"),
+        (["source=SOURCE", "tokens=1B"], "gpus is ''; write a number and a card, for instance gpus=8xh100"),
         (["source=SOURCE", "gpus=8", "tokens=1B"], "gpus is '8'"),
         (["source=SOURCE", "gpus=8xh900", "tokens=1B"], "there is no card 'h900'.*did you mean"),
         (["source=SOURCE", "gpus=8xh100"], "tokens is missing; write how many"),

@@ -79,7 +79,7 @@ def test_the_law_is_not_shown_where_it_was_not_fitted(change: dict[str, float], 
     ("change", "says"),
     [
         ({"more": 100e9}, "train one"),
-        ({"more": 30e9}, "not far from here"),
+        ({"more": 30e9}, "more than half of that"),
         ({"first": 2e12}, "500 to 600 B"),
         ({"first": 2e12}, "2,000 tokens a parameter"),
         ({"method": "drop"}, "500 B tokens (arXiv 2502.19261)"),
@@ -95,7 +95,7 @@ def test_each_warning_has_its_case_and_its_source(change: dict[str, object], say
 def test_warnings_that_do_not_apply() -> None:
     assert "! " not in advice(WITHIN)
     assert "each-slice" not in advice(replace(WITHIN, granularity=4, choice="each-slice"))
-    assert "method drop won" not in advice(replace(WITHIN, method="drop", more=600e9, parameters=7e9))
+    assert "method drop gained" not in advice(replace(WITHIN, method="drop", more=600e9, parameters=7e9))
 
 
 def test_points_of_our_own(tmp_path: Path) -> None:
