@@ -53,7 +53,4 @@ def test_noise_does_not_pass_for_wires_that_take_no_time() -> None:
     for latency, rate, sent, refused in run(2, of_a_busy_machine):
         assert latency == 1000 and rate == pytest.approx(1, rel=1e-3), "of two ranks a rate of 1 GB/s"
         assert sent == [1 << 10, 1 << 20, 1 << 10, 1 << 21, 1 << 10, 1 << 22]
-        assert (
-            refused.startswith("the rate of rows to other ranks cannot be measured: 2 ms holds ")
-            and "nothing else" in refused
-        )
+        assert refused.startswith("the rate of rows to other ranks cannot be measured: ") and "is idle" in refused

@@ -55,8 +55,8 @@ GAINS = {
 }
 BASIS = """\
 Gains are nats a token on held-out text like the training text, with the 95 % interval over three seeds, on
-SmolLM2-135M-Instruct from 4-bit weights (docs/science.md). They do not carry over to other sizes: nobody has measured
-slices on a large model. At 15 B parameters and 1 T tokens others measured MMLU 65.3 for dense, 67.6 for 8 copies with
+SmolLM2-135M-Instruct from 4-bit weights (docs/science.md). They do not carry over to other sizes: no one has measured
+a large model with slices. At 15 B parameters and 1 T tokens others measured MMLU 65.3 for dense, 67.6 for 8 copies with
 top-2, and 66.2 for 8 copies of 8 slices with a free choice (arXiv 2410.07524). Read text only once: slices that read
 the same text three times fell behind dense. Hours count steps only; such predictions were off by up to 15 %
 (docs/scaling.md)."""

@@ -255,8 +255,8 @@ def test_a_batch_that_leaves_all_gpus_idle_is_told(batch: int, idle: bool) -> No
     """Config of a few GPUs, asked for many: its best mapping is the best of bad ones, which no rank in a table says."""
     config = replace(CONFIG, batch=batch, micro_batch=1)
     shown = clocked(SPECS["moe"], config, EstimateConfig(gpus=4, hardware="h200"), hardware.read("h200"))
-    each = f"A step has {batch * 32:,} tokens, {batch * 32 / 4:,.0f} a GPU, which leaves 4 GPUs idle in any mapping; "
-    assert (f"\n{each}write batch={2**22 // 32} for the 4 M" in shown) == idle
+    each = f"A step has {batch * 32:,} tokens, {batch * 32 / 4:,.0f} a GPU, which are too few for 4 GPUs; "
+    assert (f"\n{each}write batch={2**22 // 32} for steps of 4 M" in shown) == idle
 
 
 def test_what_does_not_fit_is_not_ranked() -> None:
@@ -396,8 +396,8 @@ def test_words_of_planning_and_of_training() -> None:
         (["hardware=h100", "price=-1"], "price is -1"),
         (["hardware=h100", "budget=1T", "price=nan"], "price is nan"),
         (["hardware=h100", "budget=1T", "price=inf"], "price is inf"),
-        (["hardware=h100", "price=2"], "price is for"),
-        (["hardware=h100", "seen=15T"], "seen is for"),
+        (["hardware=h100", "price=2"], "price needs a budget"),
+        (["hardware=h100", "seen=15T"], "seen needs a budget"),
         (["hardware=h100", "budget=lots"], "budget is 'lots'"),
     ):
         with pytest.raises(ValueError, match=says):
@@ -496,7 +496,7 @@ def test_a_step_that_waits_for_its_host_is_told_of_larger_micro_batches() -> Non
         shown = clocked(
             SPECS["moe"], replace(config, model=replace(config.model, graph=False)), EstimateConfig(gpus=1), card
         )
-        assert ("% of the first: it launches" in shown and "try micro_batch=2, " in shown) == says
+        assert ("% of a step for the host" in shown and "try micro_batch=2, " in shown) == says
 
 
 @pytest.mark.parametrize("word", ["mesh.dispatcher=alltoal", "model.expert_backend=alltoal"])
@@ -554,7 +554,7 @@ def test_a_config_of_the_bench_is_planned_by_its_sizes(tmp_path: Path, capsys: p
     seconds = step(spec_of(row), row.run(4), 2, hardware.read("h200"), Routing(0.0, in_turn=True)).total
     assert rates["balanced"] == pytest.approx(8 * 4096 / seconds, abs=1)
     assert main([str(file), "gpus=2"]) == 0 and "GB on the fullest" in capsys.readouterr().out
-    for word, says in {"stack=true": "leave stack", "batch=0": "batch is 0", "mesh.ep=3": "try mesh.ep=2"}.items():
+    for word, says in {"stack=true": "stack, seen or islands; leave them out", "batch=0": "batch is 0", "mesh.ep=3": "try mesh.ep=2"}.items():
         assert main([str(file), "gpus=2", "hardware=h200", word]) == 2
         assert says in capsys.readouterr().err
     small = tmp_path / "small.yaml"
