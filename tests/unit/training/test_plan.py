@@ -554,7 +554,11 @@ def test_a_config_of_the_bench_is_planned_by_its_sizes(tmp_path: Path, capsys: p
     seconds = step(spec_of(row), row.run(4), 2, hardware.read("h200"), Routing(0.0, in_turn=True)).total
     assert rates["balanced"] == pytest.approx(8 * 4096 / seconds, abs=1)
     assert main([str(file), "gpus=2"]) == 0 and "GB on the fullest" in capsys.readouterr().out
-    for word, says in {"stack=true": "stack, seen or islands; leave them out", "batch=0": "batch is 0", "mesh.ep=3": "try mesh.ep=2"}.items():
+    for word, says in {
+        "stack=true": "stack, seen or islands; leave them out",
+        "batch=0": "batch is 0",
+        "mesh.ep=3": "try mesh.ep=2",
+    }.items():
         assert main([str(file), "gpus=2", "hardware=h200", word]) == 2
         assert says in capsys.readouterr().err
     small = tmp_path / "small.yaml"
