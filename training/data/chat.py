@@ -24,7 +24,9 @@ import numpy as np
 from training.data.batch import Longs
 from training.data.shards import Flags
 from upcycle.io import strict
+from upcycle.text import templates
 from upcycle.text import tokens as text
+from upcycle.text.growth import check_growth
 
 LOSSES = ("assistant", "all")
 COLUMNS = ("messages", "conversations", "prompt", "completion", "tools")  # columns of a row
@@ -129,6 +131,7 @@ class Renderer:
     @cached_property
     def backend(self) -> Any:
         found = self.tokenizer.backend_tokenizer
+        check_growth(found, self.folder / "tokenizer.json")
         found.no_truncation()
         found.no_padding()
         return found
@@ -168,14 +171,17 @@ class Renderer:
         """Return the text of the first messages and the spans between marks. `answer`: add the generation prompt."""
         render: Any = import_module("transformers.utils.chat_template_utils").render_jinja_template
         try:
-            (found,), spans = render(
-                [list(talk.messages[:count])],
-                tools=talk.tools,
-                chat_template=self.template,
-                return_assistant_tokens_mask=self.marked,
-                add_generation_prompt=answer,
-                **self.tokenizer.special_tokens_map,
-            )
+            with templates.bounded(f"the chat template of {self.folder}"):
+                (found,), spans = render(
+                    [list(talk.messages[:count])],
+                    tools=talk.tools,
+                    chat_template=self.template,
+                    return_assistant_tokens_mask=self.marked,
+                    add_generation_prompt=answer,
+                    **self.tokenizer.special_tokens_map,
+                )
+        except templates.TooMuch:
+            raise
         except Exception as error:  # a template may raise anything
             raise Refused(f"{' '.join(str(error).split()):.200}") from error
         return found, spans[0] if self.marked else []

@@ -26,7 +26,7 @@ from typing import Any, TypedDict
 import numpy as np
 from tqdm import tqdm
 
-from training.data import chat
+from training.data import chat, pages
 from training.data.shards import (
     CHAT,
     KIND,
@@ -67,10 +67,6 @@ TALKS = 512  # conversations tokenised at once
 KINDS = ("text", "chat")
 SHARD = r"tokens-\d{5,}-\d{5,}\.bin"  # names of the files that ranks write in parts
 FILES = SHARD_FILES[CHAT]  # files of a part; text has no scored file
-UNPACKED, RATIO = (
-    1 << 28,
-    200,
-)  # bytes of a parquet column at once; larger columns may be this many times their size on disk
 
 
 @dataclass(frozen=True)
@@ -361,7 +357,10 @@ def parquet_rows(source: Source, watch: Callable[[int], object], columns: Sequen
                     f"{source.place} has no column {source.column!r}, only {', '.join(names)}; write FILE#COLUMN"
                 )
             columns = [name for name in columns if name in names]
+            unpacked = 0
             for batch in file.iter_batches(rows_at_once(source, file, columns), columns=columns):
+                unpacked += batch.nbytes
+                text.check_unpacked(source.place, source.size, unpacked)
                 yield from (row.as_py() for row in batch.to_struct_array())
                 watch(source.size * len(batch) // rows)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -369,21 +368,25 @@ def parquet_rows(source: Source, watch: Callable[[int], object], columns: Sequen
 
 
 def rows_at_once(source: Source, file: Any, columns: Sequence[str]) -> int:
-    """Return how many rows of a parquet file take at most UNPACKED bytes, by its metadata: a text that is stored once
-    may be in every row. Raise a ValueError for a decompression bomb."""
+    """Return how many rows of a parquet file take at most text.UNPACKED bytes, by the sizes of its pages: a text that
+    is stored once may be in every row. Raise a ValueError for a decompression bomb."""
     most = 1
-    for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
-        for column in map(group.column, range(group.num_columns)):  # each key of a list of objects is a column
-            if column.path_in_schema.partition(".")[0] not in columns:
-                continue
-            size = column.total_uncompressed_size
-            if size > UNPACKED and size > RATIO * max(1, column.total_compressed_size):
-                raise ValueError(
-                    f"{source.place} packs {size} bytes into {column.total_compressed_size}, which no text does; look "
-                    "at it, or leave it out"
-                )
-            most = max(most, size)
-    return max(1, min(1024, UNPACKED // most))
+    with strict.open_regular(Path(source.place)) as raw:
+        for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
+            for chunk in map(group.column, range(group.num_columns)):  # each key of a list of objects is a column
+                if chunk.path_in_schema.partition(".")[0] not in columns:
+                    continue
+                try:
+                    found = pages.sizes(raw, chunk)
+                except ValueError as error:
+                    raise ValueError(f"{source.place} cannot be read: {error}") from None
+                if found.unpacked > text.UNPACKED and found.unpacked > text.RATIO * max(1, found.packed):
+                    raise ValueError(
+                        f"{source.place} packs {found.unpacked} bytes into {found.packed}, which no text does; look at "
+                        "it, or leave it out"
+                    )
+                most = max(most, found.unpacked)
+    return max(1, min(1024, text.UNPACKED // most))
 
 
 def hub_texts(source: Source) -> Iterator[str]:

@@ -20,11 +20,14 @@ import zstandard
 from torch import Tensor
 
 from upcycle.io import strict
+from upcycle.text.growth import check_growth
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.zst")
 MAX_TOKENIZER = 200_000_000  # bytes; the largest published ones have a sixth of that
 MAX_ID = 1 << 24  # the tokenizers package allocates room for every id up to the largest
 PIECE = 1 << 20  # characters of a .txt read at a time, so that memory does not grow with the file
+UNPACKED, RATIO = 1 << 28, 200  # bytes that any file may unpack into; more is allowed up to RATIO times its size
+SKIPPED, SKIPPED_MASK = 0x184D2A50, 0xFFFFFFF0  # first four bytes of a zst frame that readers skip
 
 
 def documents(
@@ -83,8 +86,47 @@ class Watched(io.FileIO):
 def opened(path: Path, watch: Callable[[int], object] | None = None) -> IO[str]:
     file = Watched(path, watch)
     packed = path.suffix == ".zst"
+    if packed:
+        check_frames(file, path)
     frames: Any = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) if packed else None
     return io.TextIOWrapper(frames or io.BufferedReader(file), encoding="utf-8")
+
+
+def check_frames(file: io.FileIO, path: Path) -> None:
+    """Raise a ValueError for a .zst that ends before its last frame does; zstandard's reader takes it for the end."""
+    size, at = os.fstat(file.fileno()).st_size, 0
+    while at < size or not size:
+        head = os.pread(file.fileno(), 18, at)
+        if int.from_bytes(head[:4], "little") & SKIPPED_MASK == SKIPPED and len(head) >= 8:
+            at += 8 + int.from_bytes(head[4:8], "little")
+        else:
+            try:
+                frame = zstandard.get_frame_parameters(head)
+            except zstandard.ZstdError as error:
+                raise zstandard.ZstdError(f"byte {at} of {size} does not begin a zst frame ({error})") from None
+            at = frame_end(file, at + zstandard.frame_header_size(head)) + 4 * frame.has_checksum
+        if at > size:
+            raise ValueError(f"{path} ends in the middle of its packed data, at byte {size}; copy or download it again")
+
+
+def frame_end(file: io.FileIO, at: int) -> int:
+    """Return where the last block of a frame ends; `at`: where the first block begins."""
+    while head := os.pread(file.fileno(), 3, at):
+        word = int.from_bytes(head, "little")
+        last, kind, length = word & 1, word >> 1 & 3, word >> 3
+        at += 3 + (1 if kind == 1 else length)  # a block of kind 1 is one byte that is repeated
+        if last:
+            return at
+    return at + 1
+
+
+def check_unpacked(place: str | Path, size: int, unpacked: int) -> None:
+    """Raise a ValueError for a file of `size` bytes that has unpacked into so many that it cannot be text."""
+    if unpacked > max(UNPACKED, RATIO * size):
+        raise ValueError(
+            f"{place} has {size} bytes and unpacks into more than {unpacked}, which no text does; look at it, or leave "
+            "it out"
+        )
 
 
 def lines(path: Path, file: IO[str], key: str = "text") -> Iterator[str]:
@@ -110,9 +152,12 @@ def other_keys(row: Any, path: Path) -> str:
 
 def rows(path: Path, file: IO[str]) -> Iterator[tuple[int, str]]:
     """Yield (number, line) of each line that is not empty; the length of a line is bounded."""
-    number = 0
+    number = length = 0
+    size = path.stat().st_size
     while line := file.readline(strict.MAX_LINE + 1):
         number += 1
+        length += len(line)
+        check_unpacked(path, size, length)
         if len(line) > strict.MAX_LINE:
             raise ValueError(f"line {number} of {path} has more than {strict.MAX_LINE} characters; is it one document?")
         if not line.isspace():
@@ -181,6 +226,7 @@ def load_tokenizer(folder: Path) -> Any:
         most = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if most > MAX_ID:
         raise ValueError(f"{path} gives a token the id {most}; ids may be at most {MAX_ID}")
+    check_growth(tokenizer, path)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

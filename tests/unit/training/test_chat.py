@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import resource
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -378,6 +380,35 @@ def test_code_of_a_tokenizer_is_not_run_and_templates_are_in_a_sandbox(plain: Pa
 
 
 # ---- rules and counts
+
+
+LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+WITHOUT_END = {
+    "loops in loops": LOOPS,
+    "loops in a loop that writes": LOOPS.replace("{% endfor", "{% set b = a %}{% endfor", 1),
+    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a power": "{{ 9 ** (9 ** 9) }}",
+    "a text that doubles": "{% set a = namespace(b='x' * 99) %}{% for i in range(60) %}{% set a.b = a.b ~ a.b %}{% endfor %}",
+    "a text that is long": "{{ 'x' * 10 ** 12 }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WITHOUT_END)
+def test_a_template_that_does_not_end_is_stopped(
+    way: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upcycle.text.templates.SECONDS", 0.2)
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
+    always = with_template(plain, tmp_path / "always", WITHOUT_END[way])
+    later = with_template(
+        plain, tmp_path / "later", "{% if messages[0].content == 'go' %}" + WITHOUT_END[way] + "{% endif %}"
+    )
+    source = rows(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "go"}]}])
+    for folder in (always, later):
+        with pytest.raises(ValueError, match=r"the chat template of .* (computes|needs) .*; correct its loops"):
+            run(tmp_path / "out", folder, source)
+    assert before == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF))
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
 def test_what_is_cut_and_left_out_is_counted(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

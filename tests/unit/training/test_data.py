@@ -218,7 +218,7 @@ def test_a_pipe_among_the_sources_is_a_sentence(tokenizer: Path, tmp_path: Path)
 def test_parquet_that_unpacks_without_end(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr("training.data.prepare.UNPACKED", 1 << 16)
+    monkeypatch.setattr("upcycle.text.tokens.UNPACKED", 1 << 16)
     parquet.write_table(pyarrow.table({"text": ["x" * (1 << 22)]}), tmp_path / "a.parquet", compression="zstd")
     with pytest.raises(ValueError, match=r"a\.parquet packs \d+ bytes into \d+, which no text does"):
         run(tmp_path / "out", tokenizer, tmp_path / "a.parquet")
@@ -227,8 +227,71 @@ def test_parquet_that_unpacks_without_end(tokenizer: Path, tmp_path: Path, monke
     source = prepare_module.find([str(tmp_path / "b.parquet")])[0]
     with parquet.ParquetFile(tmp_path / "b.parquet") as file:
         assert prepare_module.rows_at_once(source, file, ["text"]) == 1
-    monkeypatch.setattr("training.data.prepare.UNPACKED", 1 << 28)
+    monkeypatch.setattr("upcycle.text.tokens.UNPACKED", 1 << 28)
     assert decoded(run(tmp_path / "three", tokenizer, tmp_path / "b.parquet"), tokenizer) == [long] * 3
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_parquet_whose_footer_lies_about_its_size(
+    rows: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("upcycle.text.tokens.UNPACKED", 1 << 20)
+    path = tmp_path / "a.parquet"
+    one = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array(["x" * (1 << 19)])
+    )
+    parquet.write_table(pyarrow.table({"text": one}), path, compression="zstd", write_statistics=False)
+    with parquet.ParquetFile(path) as file:
+        said = file.metadata.row_group(0).column(0).total_uncompressed_size
+    raw = path.read_bytes()
+    assert raw.count(varint(said)) == 2  # of the column and of its row group
+    path.write_bytes(raw.replace(varint(said), b"\x82\x80\0"))  # 1 byte
+    source = prepare_module.find([str(path)])[0]
+    with parquet.ParquetFile(path) as file:
+        assert file.metadata.row_group(0).column(0).total_uncompressed_size == 1
+        assert prepare_module.rows_at_once(source, file, ["text"]) == 1
+    if rows > 2:
+        with pytest.raises(ValueError, match=r"a\.parquet has \d+ bytes and unpacks into more than \d+, which no text"):
+            run(tmp_path / "out", tokenizer, path)
+    else:
+        assert run(tmp_path / "out", tokenizer, path).documents == rows
+
+
+def varint(number: int) -> bytes:
+    """A number as Thrift's compact protocol writes it."""
+    number, out = 2 * number, b""
+    while number > 127:
+        out, number = out + bytes([number & 127 | 128]), number >> 7
+    return out + bytes([number])
+
+
+def test_damaged_parquet_is_read_or_a_sentence(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path, chance = tmp_path / "a.parquet", random.Random(3)
+    parquet.write_table(pyarrow.table({"text": texts(50), "n": list(range(50))}), path, row_group_size=20)
+    whole = path.read_bytes()
+    for _ in range(300):
+        raw = bytearray(whole)
+        for _ in range(chance.randint(1, 3)):
+            raw[chance.randrange(len(raw))] = chance.randrange(256)
+        path.write_bytes(raw)
+        try:
+            list(prepare_module.parquet_texts(prepare_module.find([str(path)])[0], lambda size: None))
+        except ValueError as error:
+            assert "a.parquet" in str(error) and "\n" not in str(error)
+
+
+def test_documents_that_repeat_without_end_are_no_text(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upcycle.text.tokens.UNPACKED", 1 << 16)
+    path = jsonl(tmp_path / "a.jsonl.zst", ["x" * 100] * 40000)
+    assert path.stat().st_size < 4000
+    with pytest.raises(ValueError, match=r"a\.jsonl\.zst has \d+ bytes and unpacks into more than \d+, which no text"):
+        run(tmp_path / "out", tokenizer, path)
 
 
 @pytest.mark.parametrize("table", [0, 1])

@@ -250,6 +250,36 @@ def test_a_bad_text_is_refused_in_one_sentence(tmp_path: Path, name: str, conten
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("frames", [1, 3])
+@pytest.mark.parametrize("checksum", [False, True])
+def test_a_zst_that_was_cut_is_refused_wherever_it_was_cut(tmp_path: Path, frames: int, checksum: bool) -> None:
+    packer = zstandard.ZstdCompressor(write_checksum=checksum)
+    part = packer.compress(b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(20_000)))
+    path, skipped = tmp_path / "a.jsonl.zst", (0x184D2A53).to_bytes(4, "little") + b"\3\0\0\0abc"
+    path.write_bytes(skipped + part * frames + skipped)
+    assert len(list(text.documents([path]))) == 20_000 * frames
+    whole, between = path.read_bytes(), {len(skipped) + len(part) * number for number in range(frames + 1)}
+    step = len(whole) // 300
+    for size in [0, 1, 9, 15, *range(20, len(whole), step), *range(len(whole) - 20, len(whole))]:
+        if size not in between:  # a file that was cut between two frames looks as if it were whole
+            path.write_bytes(whole[:size])
+            with pytest.raises(ValueError, match=r"a\.jsonl\.zst (ends in the middle|cannot be read)"):
+                next(text.documents([path]))
+
+
+def test_a_zst_that_was_cut_after_a_block_loses_no_documents_silently(tmp_path: Path) -> None:
+    path, lines = tmp_path / "a.jsonl.zst", b"".join(b'{"text": "%d"}\n' % i for i in range(2000))
+    packer = zstandard.ZstdCompressor().compressobj()
+    begun = packer.compress(lines) + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    path.write_bytes(begun)
+    with pytest.raises(
+        ValueError, match=r"ends in the middle of its packed data, at byte \d+; copy or download it again"
+    ):
+        list(text.documents([path]))
+    path.write_bytes(begun + packer.flush())
+    assert len(list(text.documents([path]))) == 2000
+
+
 @pytest.fixture
 def donor(tmp_path: Path) -> Path:
     """A tokenizer of three words, with a start token, and with a truncation that must be switched off."""
@@ -295,3 +325,46 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer.json cannot be read as a tokenizer") as caught:
         text.token_batches(tmp_path, [tmp_path / "a.txt"], 1, 1, 4)
     assert "\n" not in str(caught.value)
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+LENGTHENS: dict[str, Any] = {
+    "a long word": {**REPLACE, "content": "a" * 1_000_000},
+    "sixty times twice": {"type": "Sequence", "normalizers": [REPLACE] * 60},
+    "a regex": {**REPLACE, "pattern": {"Regex": "[a-c]|b"}, "content": "x" * 100},
+    "between letters": {"type": "Sequence", "normalizers": [{**REPLACE, "pattern": {"Regex": "b*"}}] * 5},
+    "before each word": {"type": "Prepend", "prepend": "a" * 100},
+    "through another letter": {
+        "type": "Sequence",
+        "normalizers": [
+            {**REPLACE, "content": "b" * 10}, {**REPLACE, "pattern": {"String": "b"}, "content": "c" * 10},
+        ],
+    },
+    "bytes of bytes": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+@pytest.mark.parametrize("way", LENGTHENS)
+def test_a_tokenizer_that_lengthens_texts_is_refused(donor: Path, way: str, part: str) -> None:
+    rule = LENGTHENS[way]
+    if part == "decoder":
+        rule = {("decoders" if key == "normalizers" else key): value for key, value in rule.items()}
+        if "Prepend" in str(rule) or "ByteLevel" in str(rule):
+            pytest.skip("no decoder has this rule")
+    (donor / "tokenizer.json").write_text(json.dumps(json.loads((donor / "tokenizer.json").read_text()) | {part: rule}))
+    with pytest.raises(ValueError, match=r"tokenizer\.json has rules .* that can make a text .* times longer"):
+        text.load_tokenizer(donor)
+
+
+def test_tokenizers_as_models_have_them_are_read(donor: Path) -> None:
+    """Rules of Llama 2, Gemma, CLIP, XLNet and T5, and forty that each write one letter as several."""
+    made = json.loads((donor / "tokenizer.json").read_text())
+    llama = [{"type": "Prepend", "prepend": "▁"}, {**REPLACE, "pattern": {"String": " "}, "content": "▁"}]
+    quotes = [{**REPLACE, "pattern": {"String": two}, "content": '"'} for two in ("``", "''")]
+    spaces = [{**REPLACE, "pattern": {"Regex": regex}, "content": " "} for regex in ("\\s+", " {2,}", "\\p{Z}+")]
+    many = [{**REPLACE, "pattern": {"String": chr(9312 + i)}, "content": f"({i})"} for i in range(40)]
+    for rules in (llama, [*quotes, {"type": "NFKD"}, *spaces], [*many, *spaces * 10], [{"type": "ByteLevel"}]):
+        made["normalizer"] = {"type": "Sequence", "normalizers": rules}
+        (donor / "tokenizer.json").write_text(json.dumps(made))
+        assert text.load_tokenizer(donor).encode("a b", add_special_tokens=False).ids
