@@ -1,13 +1,13 @@
-"""How long converting takes, beside what the disk allows and beside mergekit-moe. A measurement, never a test.
+"""Measure how long a conversion takes, and compare it with plain writes to the disk and with mergekit-moe.
 
   python -m benchmarks.converting                                  # a 1.1 B Llama (TinyLlama's shape), 8 experts
   python -m benchmarks.converting layers=2 repeat=1                # a quick look
-  python -m benchmarks.converting mergekit=.venv-oracles/bin/mergekit-moe    # the peer too (`make oracles` makes it)
+  python -m benchmarks.converting mergekit=.venv-oracles/bin/mergekit-moe    # compare it (`make oracles` installs it)
 
-Everything runs in this one process's children, in turn, on the same disk and with the source in the page cache. Before
-each run the last one's output is deleted and `sync` has emptied the write-back queue, so that none pays for another.
-`returned` is when the program ended; `on disk` is when a sync after it ended too. The difference matters: upcycle syncs
-every file before it calls it complete, mergekit leaves that to the system.
+All programs run as child processes, one after the other, on the same disk and with the source in the page cache. Before
+each run the output of the last run is deleted and `sync` empties the write-back queue, so that no run pays for another.
+`returned` is the time at which the program ended. `on disk` is the time at which a `sync` after it ended too. Compare
+both: upcycle syncs every file before it calls the file complete, and mergekit leaves that to the system.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 from upcycle import __version__
 from upcycle.cli import frame as cli
 
-# No torch up here: a child's peak memory, as the system counts it, is never below its parent's.
+# Do not import torch here: the system never counts less peak memory for a child than for its parent.
 
 BLOCK = 64 << 20
 
@@ -39,9 +39,9 @@ BLOCK = 64 << 20
 @dataclass(frozen=True)
 class Measured:
     returned: float  # seconds
-    on_disk: float  # seconds, with the sync after it
-    cpu: float  # seconds, user and system, all threads
-    peak: int  # most bytes of memory at a time, mapped files included
+    on_disk: float  # seconds, including the sync after it
+    cpu: float  # seconds of user and system time, in all threads
+    peak: int  # most bytes of memory at a time, including mapped files
 
 
 # ---- inputs
@@ -75,7 +75,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def mergekit_config(base: Path, experts: Sequence[Path], top_k: int) -> str:
-    """A config for mergekit-moe. It demands prompts that differ between experts, though gate_mode here ignores them."""
+    """Return a config for mergekit-moe. It wants different prompts for each expert, although this gate_mode ignores them."""
     return json.dumps(
         {
             "base_model": str(base),
@@ -91,7 +91,7 @@ def mergekit_config(base: Path, experts: Sequence[Path], top_k: int) -> str:
 
 
 def plain_writes(folder: Path, size: int, sync: bool) -> None:
-    """Write `size` bytes to two files by two threads: about the most that this disk can do for a simple program."""
+    """Write `size` bytes to two files with two threads: about the highest speed of a simple program on this disk."""
     block = memoryview(os.urandom(BLOCK))
     folder.mkdir()
 
@@ -118,7 +118,7 @@ def read_through(folder: Path) -> None:
 
 
 def measure(command: Sequence[str], log: Path) -> Measured:
-    """Run a program once, after a sync, and measure it. A ValueError with the end of its log if it fails."""
+    """Run a program once, after a sync, and measure it. Raise ValueError with the end of its log if it fails."""
     os.sync()
     with open(log, "wb") as output:
         start = time.perf_counter()
@@ -129,12 +129,14 @@ def measure(command: Sequence[str], log: Path) -> Measured:
     os.sync()
     on_disk = time.perf_counter() - start
     if process.returncode:
-        raise ValueError(f"{' '.join(command)} ended with {process.returncode}: {log.read_text()[-2000:]}")
+        raise ValueError(
+            f"{' '.join(command)} ended with {process.returncode}; its log ends with: {log.read_text()[-2000:]}"
+        )
     return Measured(returned, on_disk, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
 def python(call: str) -> list[str]:
-    """The command that calls a function of this module in a process of its own."""
+    """Return the command that calls a function of this module in its own process."""
     return [sys.executable, "-c", f"from pathlib import Path; from upcycle import bench; bench.{call}"]
 
 
@@ -159,7 +161,7 @@ def bench(options: BenchConfig, folder: Path) -> dict[str, Any]:
         recipe.write_text(mergekit_config(dense, [dense] * options.experts, options.top_k))
         consent = "--i-understand-this-is-not-useful-without-training"
         commands["mergekit-moe"] = [options.mergekit, str(recipe), str(out), consent]
-    measure(commands["plain writes"], log)  # not counted: the first run pays for the first use of memory
+    measure(commands["plain writes"], log)  # does not count: the first run is slower, because it uses the memory first
     shutil.rmtree(out)
     runs: dict[str, list[Measured]] = {name: [] for name in commands}
     for turn in range(options.repeat):
@@ -170,7 +172,7 @@ def bench(options: BenchConfig, folder: Path) -> dict[str, Any]:
             written = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
             if written < size:
                 raise ValueError(
-                    f"{name} wrote {written} bytes, fewer than the {size} of the weights: {log.read_text()[-2000:]}"
+                    f"{name} wrote {written} bytes, fewer than the {size} bytes of the weights; its log ends with: {log.read_text()[-2000:]}"
                 )
             shutil.rmtree(out)
     return {
@@ -214,7 +216,7 @@ def table(result: dict[str, Any]) -> str:
     where, size = result["machine"], result["moe_bytes"]
     repeats = len(next(iter(result["runs"].values())))
     lines = [
-        f"{result['dense_bytes'] / 1e9:.2f} GB dense to {size / 1e9:.2f} GB of {result['experts']} experts; "
+        f"{result['dense_bytes'] / 1e9:.2f} GB dense model to {size / 1e9:.2f} GB MoE of {result['experts']} experts; "
         f"{where['cores']} cores of {where['cpu']}, {where['memory'] / 2**30:.0f} GiB, {where['filesystem']}; "
         f"median of {repeats} (least to most)",
         "",
@@ -233,12 +235,12 @@ def table(result: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class BenchConfig:
-    layers: int = 22  # of the dense model
+    layers: int = 22  # layers of the dense model
     experts: int = 8  # copies of each FFN
-    top_k: int = 2  # experts of a token
-    repeat: int = 3  # turns; the table has medians
-    mergekit: str = ""  # the path of the mergekit-moe to compare with; "": none
-    folder: str = ""  # on the disk to measure; "": the system's temporary folder
+    top_k: int = 2  # experts for each token
+    repeat: int = 3  # runs of each program; the table shows medians
+    mergekit: str = ""  # the path of mergekit-moe, to compare with it; "": do not compare
+    folder: str = ""  # a folder on the disk to measure; "": the system's temporary folder
 
 
 @cli.command()
@@ -247,7 +249,7 @@ def main(words: Sequence[str]) -> int:
 
     options = read(BenchConfig, "", words)
     if options.mergekit and not os.access(options.mergekit, os.X_OK):
-        raise ValueError(f"mergekit={options.mergekit} is no program; give the path of mergekit-moe")
+        raise ValueError(f"mergekit={options.mergekit} is not a program that can run; write the path of mergekit-moe")
     with tempfile.TemporaryDirectory(prefix="upcycle-bench-", dir=options.folder or None) as folder:
         result = bench(options, Path(folder))
     print(f"\n{table(result)}\n\n{json.dumps(result)}")

@@ -1,14 +1,14 @@
-"""lm-eval's own model (HFLM on transformers) and ours on the same items, one after the other. A measurement, no test.
+"""Measure lm-eval's own model (HFLM on transformers) and ours on the same items, one after the other.
 
 usage: python -m benchmarks.evaluation CHECKPOINT [key=value ...]
 
-  python -m benchmarks.evaluation ./moe limit=50  # mmlu from the hub; data=FOLDER: from files
-  python -m benchmarks.evaluation ./llama 'tasks=[mmlu_anatomy]' 'batch_sizes=[1,16]'     # these tasks of it
+  python -m benchmarks.evaluation ./moe limit=50  # mmlu from the Hub; data=FOLDER reads files
+  python -m benchmarks.evaluation ./llama 'tasks=[mmlu_anatomy]' 'batch_sizes=[1,16]'     # only these tasks
   python -m benchmarks.evaluation ./llama suite=tiny limit=4
 
-What is timed is all between the items and the scores: prompts, tokens, forwards, metrics; `answering` is the part of it
-after the prompts, which lm-eval makes for both. The model is on its device, and has answered one item before. One JSON
-row, with versions, is the last line.
+The time includes everything between the items and the scores: prompts, tokens, forwards and metrics. `answering` is the
+part after the prompts, which lm-eval makes for both models. Before the clock starts, the model is on its device and has
+answered one item. The last line is a row of JSON, including versions.
 
 keys, with defaults and meaning: docs/config.md
 """
@@ -45,21 +45,21 @@ from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes
 from upcycle.config.reading import read
 
-SAME = 1e-5  # relative difference of equal scores: perplexities are sums of rounded numbers
+SAME = 1e-5  # relative difference of scores that count as equal, because perplexities are sums of rounded numbers
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    checkpoint: str = ""  # a Hugging Face folder or a hub id, which transformers must know
-    suite: str = "mmlu"  # a file of evaluation/suites, or one of your own
-    tasks: tuple[str, ...] = ()  # these of the suite; none: all
-    data: str = ""  # a folder with the suite's files; "": from the hub
-    fewshot: int | None = None  # examples in a prompt, where the task leaves it open
+    checkpoint: str = ""  # a Hugging Face folder or a Hub id of a model that transformers can load
+    suite: str = "mmlu"  # a file of evaluation/suites, or your own
+    tasks: tuple[str, ...] = ()  # only these tasks of the suite; []: all
+    data: str = ""  # a folder with the suite's files; "": from the Hub
+    fewshot: int | None = None  # examples in a prompt, for tasks that do not set a number
     limit: int = 0  # items of each task; 0: all
     dtype: str = "float32"  # float32 | bfloat16 | float64
-    forward_tokens: int = 8192  # tokens of one forward of ours, at most
-    batch_sizes: tuple[int, ...] = (1, 16)  # rows at a time of HFLM, one turn each
-    expert_backend: str = "grouped"  # a backend, a file of training/experts
+    forward_tokens: int = 8192  # most tokens in one forward of our model
+    batch_sizes: tuple[int, ...] = (1, 16)  # batch sizes of HFLM, which runs once with each
+    expert_backend: str = "grouped"  # a file of training/experts
     device: str = ""  # cuda | cpu; "": cuda if there is one
 
     def __post_init__(self) -> None:
@@ -74,15 +74,15 @@ class BenchConfig:
 @dataclass(frozen=True)
 class Asked:
     seconds: float
-    answering: float  # those of these seconds that lie between requests and answers
+    answering: float  # the part of these seconds between requests and answers
     tokens: int
     forwards: int
-    answers: dict[tuple[str, int], list[Any]]  # of (task, document): log-probabilities, or texts
-    scores: dict[str, dict[str, float]]  # of each task
+    answers: dict[tuple[str, int], list[Any]]  # (task, document) -> log-probabilities or texts
+    scores: dict[str, dict[str, float]]  # task -> metric -> value
 
 
 class CountingHFLM(HFLM):  # type: ignore[misc]
-    """HFLM that counts the tokens and forwards that go through the model, padding included."""
+    """Count the tokens, including padding, and the forwards that go through HFLM's model."""
 
     tokens = forwards = 0
 
@@ -97,7 +97,7 @@ class CountingHFLM(HFLM):  # type: ignore[misc]
 
 
 class Clock:
-    """Seconds spent in the three methods that lm-eval calls for answers."""
+    """Count the seconds in the three methods that lm-eval calls for answers."""
 
     def __init__(self, lm: Any) -> None:
         self.seconds = 0.0
@@ -116,7 +116,7 @@ class Clock:
 
 
 def items(config: BenchConfig) -> tasks.Tasks:
-    """The tasks to ask, read anew for each model, because tasks draw their examples as they go."""
+    """Read the tasks to ask. Read them again for each model, because tasks draw their examples while they run."""
     found = tasks.load(config.suite, config.data, (), config.fewshot)
     if config.tasks:
         known = found.loaded["tasks"]
@@ -142,7 +142,7 @@ def ours(config: BenchConfig, model: load.Loaded) -> Asked:
 
 def stock(config: BenchConfig, model: Any, tokenizer: Any, size: int) -> Asked:
     def evaluate(lm: HFLM, found: tasks.Tasks, limit: int) -> Any:
-        with patch.dict(os.environ, DISABLE_MULTIPROC="1"):  # forks beside threads may hang
+        with patch.dict(os.environ, DISABLE_MULTIPROC="1"):  # a fork may hang while threads run
             return lm_eval.evaluator.evaluate(
                 lm=lm, task_dict=found.loaded, limit=limit or None, bootstrap_iters=0, log_samples=True
             )
@@ -158,7 +158,7 @@ def stock(config: BenchConfig, model: Any, tokenizer: Any, size: int) -> Asked:
 
 
 def first(found: tasks.Tasks) -> tasks.Tasks:
-    """The first task alone."""
+    """Return only the first task."""
     name = next(iter(found.loaded["tasks"]))
     return tasks.Tasks({"tasks": {name: found.loaded["tasks"][name]}, "groups": {}}, ())
 
@@ -176,7 +176,7 @@ def asked(answered: Any, seconds: float, clock: Clock, tokens: int, forwards: in
 
 
 def accuracy(result: Asked) -> dict[str, float]:
-    """Each metric's mean over the items of all tasks that have it."""
+    """Return the mean of each metric over the items of all tasks that have it."""
     sizes = Counter(task for task, _ in result.answers)
     names = dict.fromkeys(metric for metrics in result.scores.values() for metric in metrics)
     out = {}
@@ -187,7 +187,7 @@ def accuracy(result: Asked) -> dict[str, float]:
 
 
 def compared(result: Asked, reference: Asked) -> dict[str, Any]:
-    """How far two results are apart: numbers by their largest difference, texts by how many differ."""
+    """Return how far two results are apart: the largest difference of numbers, and how many texts differ."""
     assert result.answers.keys() == reference.answers.keys()
     pairs = [pair for key, mine in result.answers.items() for pair in zip(mine, reference.answers[key], strict=True)]
     logprobs = [abs(a - b) for a, b in pairs if not isinstance(a, str)]
@@ -215,7 +215,7 @@ def figures(result: Asked) -> dict[str, Any]:
 def bench(config: BenchConfig) -> dict[str, Any]:
     with processes(config.device) as device:
         if torch.distributed.is_initialized():
-            raise ValueError("benchmarks.evaluation is one process; start it without torchrun")
+            raise ValueError("benchmarks.evaluation runs in one process; start it without torchrun")
         loaded = load.opened(
             config.checkpoint, config.dtype, ParallelMesh(MeshConfig(), device_type=device.type), device,
             expert_backend=config.expert_backend,

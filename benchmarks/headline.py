@@ -14,7 +14,12 @@ ROWS = ROOT / "benchmarks" / "results" / "headline.yaml"
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "images" / "results.svg"
 TABLE = re.compile(r"(?<=<!-- results: written by benchmarks/headline.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
-LEFT, WIDTH, ROW, TOP = 300, 460, 46, 62  # pixels: the labels, the axis, a row, the first row
+LEFT, WIDTH, ROW, TOP = (
+    300,
+    460,
+    46,
+    62,
+)  # pixels: width of the labels and of the axis, height of a row, top of the first
 LOW, HIGH = -0.11, 0.02  # nats at the ends of the axis
 
 
@@ -25,7 +30,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def written(interval: list[float], digits: int = 3) -> str:
-    """Write a mean with its interval: -0.028 (-0.033 to -0.023)."""
+    """Return the text of a mean with its interval: -0.028 (-0.033 to -0.023)."""
     mean, low, high = (f"{value:+.{digits}f}" for value in interval)
     return f"{mean} ({low} to {high})"
 
@@ -43,17 +48,17 @@ def table() -> str:
 
 
 def x(value: float) -> float:
-    """Return the pixel of a loss difference."""
+    """Return the horizontal pixel of a loss difference."""
     return LEFT + WIDTH * (value - LOW) / (HIGH - LOW)
 
 
 def text(at: float, y: float, words: str, style: str = "", anchor: str = "start") -> str:
-    """Return an SVG text."""
+    """Return the SVG element of a text."""
     return f'<text x="{at:.1f}" y="{y:.1f}" text-anchor="{anchor}" {style}>{html.escape(words)}</text>'
 
 
 def picture() -> str:
-    """Return README's picture: for each result the mean and the interval, on trained text and on law."""
+    """Return README's picture: it shows the mean and the interval of each result, on trained text and on law."""
     bottom = TOP + ROW * len(rows())
     parts = [
         text(8, 18, "Loss of the MoE minus loss of the dense model, in nats a token. Left of 0, the MoE is better.")

@@ -1,22 +1,30 @@
-"""Do islands learn? A small MoE, four islands of unequal speed, simulated clock and links.
+"""Do islands learn? Train a small MoE on four islands of unequal speed, with a simulated clock and simulated links.
 
-    python -m benchmarks.islands_learn words FOLDER tokens=/data/tok vocab=1024               token shards of few words, for a toy
-    python -m benchmarks.islands_learn base FOLDER tokens=/data/tok                           a dense model, from nothing
-    python -m benchmarks.islands_learn arms FOLDER tokens=/data/tok                           each arm at each rate; appends to FOLDER/rows.jsonl
-    python -m benchmarks.islands_learn arms FOLDER tokens=/data/tok tuned=ROWS seeds=0,1,2    each at its best, and what follows
+    python -m benchmarks.islands_learn words FOLDER tokens=/data/tok vocab=1024
+                                                    write token shards with a small vocabulary, for a toy
+    python -m benchmarks.islands_learn base FOLDER tokens=/data/tok
+                                                    train a dense model from nothing
+    python -m benchmarks.islands_learn arms FOLDER tokens=/data/tok
+                                                    run each arm at each rate; append to FOLDER/rows.jsonl
+    python -m benchmarks.islands_learn arms FOLDER tokens=/data/tok tuned=ROWS seeds=0,1,2
+                                                    run each arm at its best rate, and the runs that follow
     python -m benchmarks.islands_learn arms FOLDER tokens=/data/tok "named=1:copies:2:5e-4;3:copies:0:1e-3:70:794:1e8"
-                                                    these alone: number, model, seed, rate, and every, seconds, link if other
-    python -m benchmarks.islands_learn table FOLDER/rows.jsonl [plot=curves.png]              what results/2026-11-islands.md has
-    python -m benchmarks.islands_learn table benchmarks/data/islands_smollm2.jsonl                      its runs of SmolLM2 on GPUs
+                                                    run only these arms: number, model, seed and rate; every, seconds
+                                                    and link may follow
+    python -m benchmarks.islands_learn table FOLDER/rows.jsonl [plot=curves.png]
+                                                    print the table of results/2026-11-islands.md
+    python -m benchmarks.islands_learn table benchmarks/data/islands_smollm2.jsonl
+                                                    print the table of the runs of SmolLM2 on GPUs
 
-Steps are real (the trainer's own: upcycled as it is loaded, AdamW, clipping, balance), and so are the rules of push and
-pull and every message's bytes. Only time is counted instead of waited for, in one process: events (an island has made its
-steps; its push has come to the server) are handled in the order of a virtual clock. A step takes 1 : 1.07 : 1.21 : 1.9
-seconds by island; a message takes as long as it would of a model of 1 B numbers, each island over a link of its own. That
-is about the ratio of an island with one H100 and steps of 65,000 tokens.
+The steps are real: the trainer makes them, with AdamW, clipping and balancing, on a model that is upcycled while it
+loads. The rules of push and pull are real too, and so is the size of every message. Only the time is simulated. One
+process handles the events (an island has finished its steps; its push has reached the server) in the order of a virtual
+clock. A step takes 1, 1.07, 1.21 or 1.9 seconds, depending on the island. A message takes as long as it would for a
+model of 1 billion numbers, and each island has its own link. An island with one H100 and steps of 65,000 tokens has
+about this ratio between computing and sending.
 
-A run ends after so many steps of all islands together (equal tokens) or at a time (equal seconds), and its learning rate
-falls towards that end.
+A run ends after a number of steps, summed over all islands (equal tokens), or at a time (equal seconds). Its learning
+rate falls towards that end.
 """
 
 from __future__ import annotations
@@ -65,33 +73,33 @@ from upcycle import plugin
 from upcycle.config.reading import build as built
 
 SPEEDS = (1.0, 1.07, 1.21, 1.9)
-NUMBERS = 1e9  # of the model whose seconds are told
+NUMBERS = 1e9  # of the model for which the clock counts
 LINKS = (1e8, 1e9, 1e10)
-KEPT = 3  # ids that few words keep: what begins and ends a document
-FINE = 1000  # parts of a run that the learning rate knows
+KEPT = 3  # ids that `words` does not change: they begin and end documents
+FINE = 1000  # parts of a run, each with its own learning rate
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of everything: the model, its data, and how long it learns."""
+    """Hold the sizes of the model, of its data and of the training."""
 
     hidden: int = 384
     layers: int = 4
     ffn: int = 1024
-    source: str = ""  # the dense model's folder; "": one of the sizes above, trained from nothing
-    every: int = 2  # layer that is upcycled
+    source: str = ""  # the dense model's folder; "": train one of the sizes above from nothing
+    every: int = 2  # 2: every second layer is upcycled
     copies: int = 8
     sequence: int = 128
-    batch: int = 8  # sequences of an island's step
-    micro: int = 0  # of a micro-batch; 0: all of them
-    steps: int = 800  # of all islands together
-    base: int = 600  # of the dense model, of 8 such batches each
+    batch: int = 8  # sequences in a step of an island
+    micro: int = 0  # sequences in a micro-batch; 0: the whole batch
+    steps: int = 800  # steps of all islands together
+    base: int = 600  # steps of the dense model, with 8 such batches each
     held: int = 12000  # tokens of each held-out set
     vocab: int = 49152
-    train: str = "encyclopedia,techdocs"  # folders in `tokens`
+    train: str = "encyclopedia,techdocs"  # folders in `tokens`, separated by commas
     valid: str = "encyclopedia-val,techdocs-val"
     compute: str = "bfloat16"
-    points: int = 8  # of a run's curve, before its end
+    points: int = 8  # points of a run's curve before its end
 
 
 SMALL = Size(
@@ -102,7 +110,7 @@ SMALL = Size(
 @dataclass(frozen=True)
 class Arm:
     name: str
-    rule: str = "dgs"  # "": one big run
+    rule: str = "dgs"  # "": one big run instead of islands
     model: str = "copies"  # copies | groups
     seed: int = 0
     every: int = 20
@@ -111,28 +119,28 @@ class Arm:
     momentum: float = 0.0
     keep: bool = True
     gain: float = 0.0
-    rate: float = 0.7  # diloco's
-    outer: float = 0.9
+    rate: float = 0.7  # DiLoCo's outer rate
+    outer: float = 0.9  # DiLoCo's outer momentum
     peak: float = 6e-4
     link: float = 1e8
-    seconds: float = 0.0  # 0: ends after the size's steps
+    seconds: float = 0.0  # 0: the run ends after the steps of its Size
 
 
 class Runner:
-    """What all arms of a process share: the held-out text, the model as it is upcycled, and where they compute."""
+    """Hold what all arms of a process share: the held-out text, the upcycled model and the device."""
 
     def __init__(self, size: Size, tokens: Path, folder: Path, device: str) -> None:
         self.size, self.tokens, self.folder, self.device = size, tokens, folder, torch.device(device)
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # Triton's kernels go to the current one
+            torch.cuda.set_device(self.device)  # Triton runs its kernels on the current device
         self.mesh = ParallelMesh(MeshConfig(), device_type=self.device.type)
-        self.ones: dict[tuple[str, int], One] = {}  # what has learned before, and learns anew: its step is recorded
+        self.ones: dict[tuple[str, int], One] = {}  # kept, because a step is recorded
 
     def one(self, arm: Arm, batch: int, islands: int = 1) -> One:
-        """As it is before its first step, with the arm's seed. Of one kind of model at a time."""
+        """Return a learner before its first step, with the arm's seed. Keep learners of only one kind of model."""
         config, kind = self.config(self.moe(arm), batch, arm.seed), (arm.model, batch)
         if any(model != arm.model for model, _ in self.ones):
-            self.forget()  # a recorded step keeps its memory, and other processes need it
+            self.forget()  # a recorded step holds memory that other processes need
         if kind in self.ones:
             self.ones[kind].renew(config)
         else:
@@ -141,7 +149,7 @@ class Runner:
 
     def forget(self) -> None:
         self.ones.clear()
-        gc.collect()  # a learner is in a circle with its hooks
+        gc.collect()  # a learner and its hooks refer to each other
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -159,7 +167,7 @@ class Runner:
         return found
 
     def moe(self, arm: Arm) -> dict[str, Any]:
-        """Copies of whole FFNs, or of their halves: as many numbers, and as many at work."""
+        """Return keys that copy whole FFNs or half FFNs. Both models have as many weights, in total and for a token."""
         more: dict[str, Any] = {"experts": self.size.copies, "top_k": 2}
         if arm.model == "groups":
             more = {"experts": self.size.copies, "granularity": 2, "top_k": 4, "method": "virtual_group",
@@ -186,7 +194,7 @@ class Runner:
             return build.learner(config, [model], self.mesh, self.device), origin
 
     def loss(self, learner: build.Learner) -> float:
-        """Mean over the held-out sets."""
+        """Return the mean loss over the held-out sets."""
         config = replace(learner.config, batch=16, micro_batch=16)
         valid = open_validation(config.data, learner.model.dense.vocab)
         found = validate(replace(learner, config=config), valid, lambda: None)
@@ -194,14 +202,14 @@ class Runner:
 
 
 class One:
-    """A learner that is one island after the other: each has an order of samples and moments of its own, which are put
-    into it when it is its turn, and its weights as one vector."""
+    """Train all islands in turn with one learner. Each island has its own order of samples and its own moments, which
+    are copied into the learner at the island's turn. The weights go in and out as one vector."""
 
     def __init__(self, runner: Runner, config: TrainConfig, islands: int = 1, number: int = 0) -> None:
         self.learner, self.origin = runner.learner(config)
         self.islands, self.number = islands, number
         self.open(config)
-        self.make = stepping(self.learner, train_step)  # recorded on a GPU; what is put into it lies where it lay
+        self.make = stepping(self.learner, train_step)  # a GPU records it, so tensors must stay in place
         self.named = dict(sorted((n, p) for n, p in self.learner.model.named_parameters() if p.requires_grad))
         assert self.learner.optimizer is not None
         optimizer = self.learner.optimizer
@@ -215,10 +223,12 @@ class One:
 
     @torch.no_grad()
     def renew(self, config: TrainConfig) -> None:
-        """Another run of the same shape: weights are loaded into where they lay, and all else begins at 0."""
+        """Begin another run of the same shapes: load weights into the same tensors, and set everything else to 0."""
         learner = self.learner
         assert learner.optimizer is not None
-        assert all(p.dtype == torch.float32 for p in self.named.values()), "a master of its own would stay as it is"
+        assert all(p.dtype == torch.float32 for p in self.named.values()), (
+            "a separate master copy would keep its old values"
+        )
         with parts.source(config, parts.observing(config, learner.device)) as self.origin:
             layout.load(learner.model, self.origin)
         states = (learner.guard.state_dict(), learner.balance.load.state_dict())
@@ -257,7 +267,7 @@ def rates(arm: Arm) -> Any:
 
 
 def whole(runner: Runner, arm: Arm) -> dict[str, Any]:
-    """One run over all islands: each step waits for the slowest, and sums dense bfloat16 gradients."""
+    """Train one run over all islands: each step waits for the slowest and sums dense bfloat16 gradients."""
     size = runner.size
     one = runner.one(arm, size.batch * len(SPEEDS))
     a_step = {link: max(SPEEDS) + 2 * 16 * NUMBERS / link for link in LINKS}
@@ -275,7 +285,7 @@ def whole(runner: Runner, arm: Arm) -> dict[str, Any]:
 
 
 def length(sparse: Sparse, size: int) -> int:
-    """Bytes of a message on the wire, as `wire.encode` makes it; what is in it is rounded already."""
+    """Return the number of bytes that `wire.encode` makes of a message. The values are already rounded."""
     chunks = wire.chunks_of(size)
     edges = torch.arange(chunks + 1, device=sparse.index.device) * wire.CHUNK
     count = torch.searchsorted(sparse.index, edges).diff()
@@ -284,8 +294,8 @@ def length(sparse: Sparse, size: int) -> int:
 
 
 class Islands:
-    """Events in the order of a virtual clock. An island's end of an exchange is made when its steps are, the server's
-    when the push has come to it."""
+    """Simulate islands and their server: handle events in the order of a virtual clock. An island computes its push
+    when its steps are done, and the server computes its answer when the push has arrived."""
 
     def __init__(self, runner: Runner, arm: Arm) -> None:
         self.runner, self.arm = runner, arm
@@ -301,7 +311,7 @@ class Islands:
         moe = model.moe
         assert moe is not None
         keys = IslandsConfig(rule=arm.rule, share=arm.share, every=arm.every)
-        # what island.py decides of experts' shares, by their tokens
+        # stand-ins for an Island, whose methods choose each expert's share by its tokens
         self.shares = [
             SimpleNamespace(config=keys, rule=self.rule, layers=list(moe.layers),
                             ages=torch.zeros(len(moe.layers), moe.experts, dtype=torch.int64)) for _ in SPEEDS
@@ -318,7 +328,7 @@ class Islands:
         return count * NUMBERS / self.layout.size * 8 / self.arm.link
 
     def steps(self, k: int, share: float, rate: Any) -> Sparse:
-        """Makes an island's steps and its push."""
+        """Train an island for its steps, and return its push."""
         one, arm = self.one, self.arm
         begin = self.begin(k)
         one.fill(begin)
@@ -352,7 +362,7 @@ class Islands:
         self.pushes += 1
 
     def loss(self) -> float:
-        self.one.fill(self.pull.model)  # its own weights are written anew before its next steps
+        self.one.fill(self.pull.model)  # `steps` fills in an island's weights before it trains
         return self.runner.loss(self.one.learner)
 
     def run(self) -> dict[str, Any]:
@@ -360,7 +370,7 @@ class Islands:
         for k in range(len(SPEEDS)):
             self.pull.join(k)
         number = itertools.count()
-        # what ends at a time ends with an exchange of everything, which comes to the server just then
+        # a run that ends at a time ends with an exchange of everything, which reaches the server at that time
         until = arm.seconds - (self.seconds(wire.most(self.layout.size)) if self.keeps else 0)
         events: list[tuple[float, int, int, Sparse | None]]
         events = [(arm.every * speed, next(number), k, None) for k, speed in enumerate(SPEEDS)]
@@ -395,7 +405,7 @@ class Islands:
         curve.append([self.done, now, final])
         norm = [float(torch.linalg.vector_norm(x)) for x in (*self.unsent, self.pull.model)]
         flushed = final
-        if self.keeps:  # what the last exchange of a run does: everything, on both sides
+        if self.keeps:  # the last exchange of a run sends everything, in both directions
             for k in range(len(SPEEDS)):
                 rest = self.sent(k, torch.zeros_like(self.unsent[k]), None)
                 self.pull.push(k, rest)
@@ -408,19 +418,19 @@ class Islands:
 
 
 def check(size: Size, arm: Arm) -> None:
-    """Refuses what would compare unequal numbers of tokens: arms that end after the size's steps count whole exchanges."""
+    """Refuse steps that are not whole exchanges of an arm: the arm would train on more tokens than others."""
     least = len(SPEEDS) * arm.every
     if not arm.seconds and size.steps % least:
         near = max(size.steps // least, 1) * least
         raise ValueError(
-            f"steps is {size.steps}, and {arm.name} exchanges every {arm.every} steps of each of {len(SPEEDS)} islands; it must be a "
-            f"multiple of {least}, {near} for instance"
+            f"steps is {size.steps}, but {arm.name} exchanges after every {arm.every} steps of each of {len(SPEEDS)} islands; "
+            f"write a multiple of {least}, {near} for instance"
         )
 
 
 @contextmanager
 def outer(arm: Arm) -> Iterator[None]:
-    """Context in which DiLoCo's outer step is the arm's."""
+    """Set DiLoCo's outer rate and momentum to those of the arm while the context is open."""
     before = diloco.RATE, diloco.MOMENTUM
     diloco.RATE, diloco.MOMENTUM = arm.rate, arm.outer
     try:
@@ -438,7 +448,7 @@ def run(runner: Runner, arm: Arm) -> dict[str, Any]:
     return {**asdict(arm), **found, "wall": time.monotonic() - began}
 
 
-# ---- what is run
+# ---- arms
 
 
 MAIN = Arm("error feedback, 1.4 %", every=10, answer=0.0)
@@ -462,7 +472,7 @@ LATE = {MAIN.name: (20,), "DiLoCo": (50, 170), "DiLoCo, plain mean": (170,)}
 
 
 def tuning(peaks: Sequence[float], seed: int) -> list[Arm]:
-    """Which learning rate is best for each arm, is asked of one seed of copies."""
+    """Return every arm at every learning rate, with one seed of copies, to find the best rate of each arm."""
     return [replace(arm, peak=peak, seed=seed) for peak in peaks for arm in ARMS]
 
 
@@ -476,7 +486,8 @@ def best(rows: Sequence[dict[str, Any]]) -> list[Arm]:
 
 
 def following(tuned: Sequence[Arm], seeds: Sequence[int], seconds: float) -> list[Arm]:
-    """All else: seeds, virtual groups, and what ends at a time over the slowest link, DiLoCo as often as that lets it."""
+    """Return the runs that follow the tuning: all seeds, virtual groups, and runs that end at a time over the slowest
+    link. These exchange as rarely as that link requires."""
     found = [replace(arm, seed=seed) for seed in seeds for arm in tuned]
     found += [replace(arm, model="groups", seed=seed) for seed in seeds for arm in tuned if arm.name in GROUPS]
     late = [replace(arm, every=every) for arm in tuned for every in LATE.get(arm.name, ())]
@@ -486,9 +497,9 @@ def following(tuned: Sequence[Arm], seeds: Sequence[int], seconds: float) -> lis
 def together(
     rates: dict[int, list[float]], again: Sequence[int], groups: Sequence[int], seeds: Sequence[int], first: int
 ) -> tuple[list[tuple[int, Arm]], Any]:
-    """Tuning and what follows in one go: (what is asked at once, what follows on the rows that are there), each arm with
-    how soon it is wanted. Seeds of an arm follow when all its rates are known; arms beyond the `first` ones, when those of
-    the first ones are."""
+    """Combine the tuning and the runs that follow it. Return the arms that can start at once, and a function that takes
+    the rows so far and returns more arms. Each arm comes with a priority; the lowest goes first. The other seeds of an
+    arm follow when all its rates have a result. Arms after the first `first` ones follow when those have results."""
     asked = [
         (place, replace(ARMS[number], peak=peak, seed=seeds[0]))
         for place, (number, peaks) in enumerate(rates.items())
@@ -521,8 +532,8 @@ def together(
 
 
 def named(words: str) -> list[tuple[int, Arm]]:
-    """Arms that are named one by one, NUMBER:MODEL:SEED:RATE[:EVERY[:SECONDS[:LINK]]], the sooner the earlier; between
-    semicolons are those that are wanted equally soon."""
+    """Return the arms that words name as NUMBER:MODEL:SEED:RATE[:EVERY[:SECONDS[:LINK]]], each with its priority. A
+    semicolon begins the next priority; a comma separates arms of the same priority."""
     kinds = (("model", str), ("seed", int), ("peak", float), ("every", int), ("seconds", float), ("link", float))
     found = []
     for place, part in enumerate(words.split(";")):
@@ -531,7 +542,7 @@ def named(words: str) -> list[tuple[int, Arm]]:
             known = number in map(str, range(len(ARMS))) and given[:1] in (["copies"], ["groups"])
             if not known or not 3 <= len(given) <= len(kinds):
                 raise ValueError(
-                    f"named has {word}; it must be like 1:copies:2:5e-4, or with every, seconds and link behind that"
+                    f"named has {word}; it must be like 1:copies:2:5e-4 (arm, model, seed, rate); every, seconds and link may follow"
                 )
             made: dict[str, Any] = {key: kind(value) for (key, kind), value in zip(kinds, given, strict=False)}
             found.append((place, replace(ARMS[int(number)], **made)))
@@ -539,7 +550,7 @@ def named(words: str) -> list[tuple[int, Arm]]:
 
 
 def kind_of(arm: Arm) -> tuple[str, bool]:
-    """What a process that has run one arm of a kind need not make again for another."""
+    """Return the kind of an arm. A process uses the same learner again for arms of one kind."""
     return arm.model, bool(arm.rule)
 
 
@@ -551,13 +562,13 @@ def work(place: int, size: Size, tokens: Path, folder: Path, device: str, arms: 
     while (arm := arms.get()) is not None:
         try:
             rows.put((place, run(runner, arm)))
-        except Exception as error:  # one arm that fails is told, and the others go on
+        except Exception as error:  # report it, and continue with the other arms
             rows.put((place, {**asdict(arm), "error": repr(error)[:500]}))
             runner.forget()
 
 
 def few(size: Size, tokens: Path, output: Path) -> None:
-    """Copies the token shards of `train` and `valid` with the most frequent tokens of `train` alone; all others become one."""
+    """Copy token shards, keep the most frequent tokens of `train`, and turn all other tokens into one."""
     counts = np.zeros(1 << 16, np.int64)
     trained, held = size.train.split(","), size.valid.split(",")
     for name in trained:
@@ -572,7 +583,7 @@ def few(size: Size, tokens: Path, output: Path) -> None:
         folder = output / name
         folder.mkdir(parents=True, exist_ok=True)
         meta = json.loads((tokens / name / "meta.json").read_text()) | {"vocab": size.vocab}
-        assert max(meta["eos"], meta["start"]) < KEPT, f"{name}: eos and start are to stay as they are"
+        assert max(meta["eos"], meta["start"]) < KEPT, f"{name}: the ids of eos and start must be less than KEPT"
         for shard, ids in zip(meta["shards"], shards_of(tokens / name), strict=True):
             data = renamed[ids].tobytes()
             (folder / shard["tokens"]["file"]).write_bytes(data)
@@ -580,7 +591,7 @@ def few(size: Size, tokens: Path, output: Path) -> None:
             shutil.copy(tokens / name / shard["documents"]["file"], folder)
         (folder / "meta.json").write_text(json.dumps(meta))
         print(
-            f"{name}: {np.mean(renamed[ids] == size.vocab - 1):.1%} of the last shard's tokens are the one of all others"
+            f"{name}: {np.mean(renamed[ids] == size.vocab - 1):.1%} of the last shard's tokens became the token of rare words"
         )
 
 
@@ -588,14 +599,14 @@ def shards_of(folder: Path) -> Iterator[Any]:
     meta = json.loads((folder / "meta.json").read_text())
     if meta["dtype"] != "uint16":
         raise ValueError(
-            f"{folder} has {meta['dtype']} tokens, and few words are made of uint16; prepare it with a smaller vocabulary"
+            f"{folder} has {meta['dtype']} tokens, but `words` reads only uint16; prepare it with a smaller vocabulary"
         )
     for shard in meta["shards"]:
         yield np.fromfile(folder / shard["tokens"]["file"], np.uint16)
 
 
 def base(runner: Runner) -> None:
-    """A dense model of this size, trained from nothing, as a checkpoint."""
+    """Train a dense model of this size from nothing, and write its checkpoint."""
     size, shape = runner.size, runner.folder / "shape"
     shape.mkdir(parents=True, exist_ok=True)
     heads = max(size.hidden // 64, 2)
@@ -618,7 +629,7 @@ def base(runner: Runner) -> None:
         tensors |= {f"{of}mlp.{name}_proj.weight": torch.zeros(wide) for name in ("gate", "up")}
         tensors[f"{of}mlp.down_proj.weight"] = torch.zeros(wide[::-1])
         tensors |= {f"{of}{name}_layernorm.weight": torch.ones(size.hidden) for name in ("input", "post_attention")}
-    save_file(tensors, shape / "model.safetensors")  # of which only the shapes are used
+    save_file(tensors, shape / "model.safetensors")  # only the shapes are used
     config = runner.config({"source": str(shape), "random": True}, 8 * size.batch, 0)
     config = replace(config, micro_batch=config.batch)
     one = One(runner, config, number=99)
@@ -633,7 +644,7 @@ def base(runner: Runner) -> None:
 def workers(
     count: int, devices: Sequence[str], size: Size, tokens: Path, folder: Path
 ) -> Iterator[tuple[list[Any], Any]]:
-    """Processes, each with a queue of arms, and one queue of (process, row)."""
+    """Start processes. Yield a queue of arms for each process, and one queue of (process, row) for all."""
     context = mp.get_context("spawn")
     arms, rows = [context.Queue() for _ in range(count)], context.Queue()
     jobs = [
@@ -655,12 +666,12 @@ def drive(
     asked: list[tuple[int, Arm]], follows: Any, size: Size, tokens: Path, folder: Path, devices: list[str], count: int,
     began: float, limit: float, last: float,
 ) -> tuple[int, int]:  # fmt: skip
-    """Run the arms, and what follows from their rows, on `count` workers; return how many are done, of how many."""
+    """Run the arms, and those that follow from their rows, on `count` workers. Return (arms done, all arms)."""
     with workers(count, devices, size, tokens, folder) as (arms, rows), open(folder / "rows.jsonl", "a") as file:
         if not size.source and not (folder / "dense" / "config.json").exists():
             base(Runner(size, tokens, folder, devices[0]))
         every: list[dict[str, Any]] = []
-        total, idle = len(asked), dict.fromkeys(range(count), ("", False))  # and of which kind it has a model
+        total, idle = len(asked), dict.fromkeys(range(count), ("", False))  # worker -> the kind of its model
         while (asked or len(idle) < count) and time.monotonic() - began < limit:
             if time.monotonic() - began > last:
                 asked = []
@@ -700,8 +711,8 @@ def main() -> None:
         return
     folder, tokens = Path(place), Path(words.pop("tokens"))
     folder.mkdir(parents=True, exist_ok=True)
-    began, limit = time.monotonic(), float(words.pop("limit", "1e9"))  # seconds after which nothing is waited for
-    last = float(words.pop("last", "1e9"))  # seconds after which no arm begins
+    began, limit = time.monotonic(), float(words.pop("limit", "1e9"))  # seconds after which the program stops waiting
+    last = float(words.pop("last", "1e9"))  # seconds after which no arm starts
     taken = [ARMS[int(number)].name for number in words.pop("arms", "").split(",") if number]
     seeds = [int(seed) for seed in words.pop("seeds", "0").split(",")]
     peaks = [float(peak) for peak in words.pop("peaks", "1.5e-4,4e-4,1e-3").split(",")]
@@ -728,7 +739,7 @@ def main() -> None:
         return
     if odd := {*again, *groups} - rates.keys():
         raise ValueError(
-            f"again and groups name the arms {sorted(odd)}, of which rates has none; write rates={min(odd)}:1e-3 too"
+            f"again and groups name the arms {sorted(odd)}, but rates does not; add {min(odd)}:1e-3 to rates, for instance"
         )
     asked, follows = together(rates, again, groups, seeds, first)
     if wanted:
@@ -744,8 +755,9 @@ def main() -> None:
 
 
 def behind(rows: Sequence[dict[str, Any]]) -> list[float | None]:
-    """How much more loss each run of equal tokens ends with than one big run of its model and seed, at the rate that is
-    best on the first seed; None: there is none, or it is one itself."""
+    """Return for each row how much larger its loss is than the loss of one big run with the same model and seed, as a
+    share. The big run has the rate that is best for the first seed. None: the row failed, is a big run itself, ended at
+    a time, or has no such big run."""
     bigs = [row for row in rows if "error" not in row and not row["rule"] and not row["seconds"]]
     tuned = {arm.name: arm.peak for arm in best([row for row in bigs if row["seed"] == bigs[0]["seed"]])}
     big = {(row["model"], row["seed"]): row["flushed"] for row in bigs if row["peak"] == tuned[row["name"]]}
@@ -758,7 +770,7 @@ def behind(rows: Sequence[dict[str, Any]]) -> list[float | None]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """By model and link: the mean of seeds, and the range; how far behind, seed by seed."""
+    """Return a table by model and link: mean and range over seeds, and how far each seed is behind one big run."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row, more in zip(rows, behind(rows), strict=True):
         row = {**row, "behind": more}
@@ -769,7 +781,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = ["| model, until | arm | loss, mean (min-max) | after the last exchange | behind one big run of its seed, % | up, % of dense | down, % | up, % of the synchronous run's | steps | s |", "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for (model, link, name, every, peak, _, share, answer), runs in groups.items():
         mean = {k: statistics.fmean(r[k] for r in runs) for k in ("up", "down", "dense", "steps", "clock", "exchanges")}
-        # the last exchange of what keeps something back is of everything
+        # a rule that keeps a residual sends everything in its last exchange
         last = wire.most(int(mean["dense"] / 2)) if runs[0]["rule"] == "dgs" else 0.0
         sent = mean["up"] * mean["exchanges"] * (1 if runs[0]["rule"] else len(SPEEDS)) + last * len(SPEEDS)
         spans = []
@@ -789,7 +801,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def ended(row: dict[str, Any]) -> float:
-    """Seconds until a run is at its end, the last exchange of what keeps something back included."""
+    """Return the seconds until a run ends, including the last exchange of a rule that keeps a residual."""
     if row["seconds"]:
         return float(row["seconds"])
     last = wire.most(int(row["dense"] / 2)) if row["rule"] == "dgs" else 0.0
@@ -797,8 +809,8 @@ def ended(row: dict[str, Any]) -> float:
 
 
 def lines(rows: Sequence[dict[str, Any]], at: int, link: float) -> list[tuple[str, str, str, list[float], list[float]]]:
-    """(label, style, color, x, y) of runs of copies: by steps (0), those that end after as many; or by seconds (1) over a
-    link. What ends after its steps is there at its best rate."""
+    """Return (label, style, color, x, y) for the runs of copies over a link. `at` 0: x is steps, only for runs that end
+    after a number of steps. `at` 1: x is seconds. A run that ends after its steps is drawn only at its best rate."""
     found = [row for row in rows if "error" not in row and row["model"] == "copies"]
     tuned = {arm.name: arm.peak for arm in best([r for r in found if not r["seconds"] and not r["seed"]])}
     found = [row for row in found if row["seconds"] or row["peak"] == tuned.get(row["name"])]
@@ -807,7 +819,7 @@ def lines(rows: Sequence[dict[str, Any]], at: int, link: float) -> list[tuple[st
     for row in found:
         curve = [c[at] for c in row["curve"]], [c[2] for c in row["curve"]]
         if at and not row["rule"]:
-            curve[0][0] = row["clock"] / row["exchanges"]  # as it began, to the end of its first step
+            curve[0][0] = row["clock"] / row["exchanges"]  # draw the first loss at the end of the first step
         if row["rule"] == "dgs":
             curve[0].append(ended(row) if at else row["steps"])
             curve[1].append(row["flushed"])
@@ -821,7 +833,7 @@ def lines(rows: Sequence[dict[str, Any]], at: int, link: float) -> list[tuple[st
 
 
 def plot(rows: Sequence[dict[str, Any]], output: Path) -> None:
-    """Held-out loss of copies: by steps, at each arm's best rate; and by seconds over the slowest link."""
+    """Draw the held-out loss of copies: by steps, each arm at its best rate, and by seconds over the slowest link."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")

@@ -1,11 +1,12 @@
-"""The expert backends in TFLOP/s and the fused activation in GB/s, on one GPU.
+"""Measure the expert backends in TFLOP/s and the fused activation in GB/s, on one GPU.
 
 usage: python -m benchmarks.kernels
 
   python -m benchmarks.kernels
 
-Random data, natural uneven counts, bfloat16. A row is the median of 10 after 3 that are not counted. FLOPs are those of
-the matrix products, 2 a multiply-add, backward twice the forward; bytes are what the activation must read and write.
+The data is random and in bfloat16, and experts have uneven counts, as without balancing. A row is the median of 10
+runs, after 3 runs that do not count. FLOPs are those of the matrix products: 2 for a multiply-add; the backward has
+twice those of the forward. Bytes are those that the activation must read and write.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def natural_counts(shape: Shape) -> Tensor:
-    """Rows of each expert as a router without balancing spreads them: by a softmax over normal logits."""
+    """Return the rows of each expert as a router without balancing spreads them: by a softmax over normal logits."""
     generator = torch.Generator().manual_seed(0)
     share_E = (0.5 * torch.randn(shape.experts, generator=generator)).softmax(0)
     chosen_R = torch.multinomial(share_E, shape.rows, replacement=True, generator=generator)
@@ -104,7 +105,7 @@ def backends(shape: Shape, count_E: Tensor) -> Iterator[tuple[str, Callable[[], 
 
 
 def grouped_products(shape: Shape, count_E: Tensor) -> Iterator[tuple[str, Callable[[], str]]]:
-    """The six products of `grouped`, one by one: the speed that the whole would reach if nothing else cost time."""
+    """Yield the six products of `grouped` one by one, at whose speed the whole would run if nothing else cost time."""
     from training.kernels.products import products
 
     ends_E, two = count_E.cumsum(0, dtype=torch.int32), 2 * shape.width
@@ -133,7 +134,7 @@ def activations(shape: Shape, count_E: Tensor) -> Iterator[tuple[str, Callable[[
     h_RH = normal(shape.rows, 2 * shape.width).detach()
     d_a_RF, weight_R = normal(shape.rows, shape.width).detach(), torch.rand(shape.rows, device="cuda")
     ends_E, options = count_E.cumsum(0, dtype=torch.int32), ("silu", True)
-    matrix = shape.rows * shape.width * 2e-6  # MB of one (R, F) in bfloat16
+    matrix = shape.rows * shape.width * 2e-6  # MB of one (R, F) matrix in bfloat16
 
     def row(work: Callable[[], object], matrices: int) -> str:
         ms = milliseconds(work)
@@ -154,7 +155,7 @@ def matmul() -> str:
 
 
 def show(name: str, measure: Callable[[], str]) -> None:
-    """One row of the table. A backend that fails says so in its row, and the next one is measured all the same."""
+    """Print one row of the table. The row of a backend that fails is its error, and the next backend still runs."""
     try:
         row = measure()
     except Exception as error:
@@ -166,9 +167,9 @@ def show(name: str, measure: Callable[[], str]) -> None:
 @cli.command()
 def main(words: Sequence[str]) -> int:
     if words:
-        raise ValueError(f"{words[0]!r} is one word too many; it measures all that it can")
+        raise ValueError(f"benchmarks.kernels takes no words and got {words[0]!r}; remove it")
     if not torch.cuda.is_available():
-        raise ValueError("it needs a CUDA device, and there is none")
+        raise ValueError("benchmarks.kernels needs a CUDA device, and there is none; run it on a machine with a GPU")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     show("matmul 8192^3", matmul)
@@ -178,7 +179,7 @@ def main(words: Sequence[str]) -> int:
         print(f"\n{shape.name}: {shape.experts} experts of {shape.width}, hidden {shape.hidden}, {shape.rows:,} rows,")
         print(f"rows an expert {int(count_E.min()):,} to {int(count_E.max()):,} ({most:.2f} times the mean)")
         for title, rows in (
-            ("experts: forward, forward + backward (backward alone), and memory on top of the inputs", backends),
+            ("experts: forward, forward + backward (backward alone), and memory in addition to the inputs", backends),
             ("grouped_mm, product by product", grouped_products),
             ("silu(gate) * up * weight", activations),
         ):

@@ -1,14 +1,17 @@
-"""The law of upcycling, held to runs of our own: (size, D1, D2) points of small models on real text.
+"""Compare the scaling law of upcycling with our own runs: (size, D1, D2) points of small models on real text.
 
-  python -m benchmarks.law_points all TOKENS POINTS 150  # on GPUs: one process a (size, D1), at most 150 s; a line a point
-  python -m benchmarks.law_points fit POINTS             # keeps the 36 in benchmarks/data/law_points.json; says how far the law is off
-  python -m benchmarks.law_points judge POINTS           # keeps the 12 in benchmarks/data/law_checks.json; says how far off they were
-  python -m benchmarks.law_points run TOKENS POINTS 150  # the 36 alone
-  python -m benchmarks.law_points check TOKENS POINTS 75 # the 12 alone, and two chains of the 36 with other seeds
+  python -m benchmarks.law_points all TOKENS POINTS 150  # run all on GPUs, one process for each (size, D1), up to 150 s
+  python -m benchmarks.law_points fit POINTS             # write 36 points to benchmarks/data/law_points.json; fit
+  python -m benchmarks.law_points judge POINTS           # write 12 points to benchmarks/data/law_checks.json; judge
+  python -m benchmarks.law_points run TOKENS POINTS 150  # run only the 36
+  python -m benchmarks.law_points check TOKENS POINTS 75 # run only the 12, and two chains of the 36 with other seeds
 
-A dense model of each size learns from D1 tokens, to a rate of zero; each FFN becomes eight copies with top-2, which go on
-for D2 tokens. The rate is constant but for the last fifth of D2, so that one run has all its D2s: each ends in a fifth of
-its own, after which the run goes on where that began. Loss is in nats a token of text that was held out.
+`all`, `run` and `check` append each point to the file POINTS, a line each. `fit` and `judge` print the law's errors.
+
+A dense model of each size trains on D1 tokens, and its learning rate falls to zero at the end. Then each FFN becomes
+eight copies with top-2 routing, and the MoE trains on D2 tokens. The rate is constant except in the last fifth of D2.
+So one run gives the points of all its D2s: in the last fifth of each D2 the rate falls, the loss is measured, and the
+run continues from the state before the fall. The loss is in nats a token of held-out text.
 """
 
 from __future__ import annotations
@@ -29,21 +32,22 @@ from training.estimating import law
 
 HERE = Path(__file__).parent / "data" / "law_points.json"
 CHECKS = HERE.with_name("law_checks.json")
-# of an earlier day, nine of the 12, and two other seeds of a chain of the 36; nobody wrote their texts down
+# runs of an earlier day: nine of the 12, and two other seeds of a chain of the 36; their texts are not known
 BEFORE = HERE.with_name("law_before.json")
 SEQUENCE, BATCH = 512, 32
-# hidden, layers, heads: 7, 18 and 43 million parameters, of which the embedding has 6, 13 and 22
+# hidden, layers, heads: 7, 18 and 43 million parameters, including an embedding of 6, 13 and 22 million
 SIZES = ((128, 4, 4), (256, 6, 4), (448, 8, 7))
 FIRST, MORE = (256, 512, 1024), (96, 192, 384, 768)  # steps of 16,384 tokens
-# between those: 12 and 25 million parameters; chosen, and the form of the law too, before any of them was run
+# sizes between those: 12 and 25 million parameters; these and the form of the law were chosen before they ran
 BETWEEN, MORE_BETWEEN = ((192, 5, 3), (320, 7, 5)), (128, 256, 576)
-# (size, D1, which seed)
+# (index of the size, steps of D1, number of the seed)
 CHAINS = {
     "run": [(size, first, 0) for size in range(len(SIZES)) for first in FIRST],
     "check": [(3, 384, 0), (3, 768, 0), (4, 384, 0), (4, 768, 0), (1, 512, 1), (1, 512, 2)],
 }
 CHAINS["all"] = CHAINS["run"] + CHAINS["check"][:4]
-RATE, WARM, COOL = 3e-3, 20, 0.2  # the rate of the smallest; they fall with the root of the width
+# the smallest model's rate (it falls with the root of the width), steps of warm-up, share of steps in which it falls
+RATE, WARM, COOL = 3e-3, 20, 0.2
 
 
 # ---- runs
@@ -60,7 +64,7 @@ def spec_of(size: int) -> Any:
 
 
 class Texts:
-    """The texts of a folder of token shards, and the batches that are drawn from them."""
+    """Hold the texts of a folder of token shards, and draw batches from them."""
 
     def __init__(self, tokens: Path, batch_size: int) -> None:
         folders = sorted(folder for folder in tokens.iterdir() if (folder / "meta.json").exists())
@@ -74,14 +78,14 @@ class Texts:
         self.batch_size = batch_size
 
     def train_batch(self, seed: int, step: int) -> Any:
-        """Return the batch of a step, drawn from the texts that are learned."""
+        """Return the batch of a step, drawn at random from the training texts."""
         drawn = np.random.default_rng((seed, step))
         which = drawn.integers(len(self.learned), size=self.batch_size)
         starts = [(self.learned[i], int(drawn.integers(len(self.learned[i]) - SEQUENCE - 1))) for i in which]
         return batch_of([cut(text, start) for text, start in starts])
 
     def valid_batches(self) -> list[Any]:
-        """Return three batches of each text that is held out."""
+        """Return three batches of each held-out text."""
         rows = SEQUENCE + 1
         return [batch_of([cut(text, i * rows) for i in range(n, n + 16)]) for text in self.held for n in (0, 16, 32)]
 
@@ -104,7 +108,7 @@ def batch_of(rows: list[Any]) -> Any:
 
 
 def learner_of(spec: Any, device: Any, batch_size: int) -> Any:
-    """Return what trains a model of this spec, without its weights."""
+    """Return a learner for a model of this spec, whose weights are not set yet."""
     import torch
 
     from training.config.schema import ModelConfig, TrainConfig
@@ -132,7 +136,7 @@ def learner_of(spec: Any, device: Any, batch_size: int) -> Any:
 
 
 def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> None:
-    """Write all points of a size and a D1."""
+    """Train the models of one size and one D1, and append all their points to a file."""
     import torch
 
     from training.checkpoint import layout
@@ -142,7 +146,7 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
     from upcycle.planning import rng
     from upcycle.planning.size import dense_parameters
 
-    short = "LAW_SHORT" in os.environ  # does it run at all?
+    short = "LAW_SHORT" in os.environ  # a tiny run that only shows that the program works
     began, dense = time.monotonic(), spec_of(size)
     if short:
         dense = replace(dense, hidden=32, ffn=64, layers=1, head_dim=8, heads=4, kv_heads=4)
@@ -167,9 +171,9 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
             row = {
                 "hidden": dense.hidden, "layers": dense.layers, "parameters": dense_parameters(dense),
                 "first": first * BATCH * SEQUENCE, **row, "seed": again, "loss": judged(run), "seconds": time.monotonic() - began,
-                "texts": texts.said,  # points compare on the same ones
+                "texts": texts.said,  # points are comparable only on the same texts
             }  # fmt: skip
-            with points.open("a") as file:  # a line at a time, by nine processes
+            with points.open("a") as file:  # several processes append to it, a line at a time
                 file.write(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)
 
@@ -184,7 +188,7 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
         sparse = learner_of(moe, device, batch_size)
         copy(run.model, sparse.model, seed, rng)
         before = judged(run), judged(sparse)
-        assert abs(before[0] - before[1]) < 0.02, f"copies compute another function: {before}"
+        assert abs(before[0] - before[1]) < 0.02, f"the copies compute another function than the dense model: {before}"
         del run
         done, peak = 0, peak / 2
         for more in more_steps:
@@ -202,7 +206,7 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
 
 
 def copy(dense: Any, moe: Any, seed: int, rng: Any) -> None:
-    """Every expert is the dense FFN; routers are drawn."""
+    """Copy the dense FFN into every expert, and draw the routers at random."""
     import torch
 
     found = dict(dense.named_parameters())
@@ -220,7 +224,7 @@ def copy(dense: Any, moe: Any, seed: int, rng: Any) -> None:
 
 
 def run(tokens: Path, points: Path, limit: float, every: list[tuple[int, int, int]]) -> int:
-    """All chains at once, the dearest first, each on the GPU with the least to do; ends those that take too long."""
+    """Run all chains at once, the longest first, each on the GPU with the least work; end those past the limit."""
     import subprocess
 
     import torch
@@ -244,7 +248,7 @@ def run(tokens: Path, points: Path, limit: float, every: list[tuple[int, int, in
         except subprocess.TimeoutExpired:
             process.terminate()
             codes.append(process.wait())
-    print(f"{sum(code == 0 for code in codes)} of {len(codes)} chains whole in {time.monotonic() - began:.0f} s")
+    print(f"{sum(code == 0 for code in codes)} of {len(codes)} chains finished, in {time.monotonic() - began:.0f} s")
     return 0
 
 
@@ -262,14 +266,14 @@ PUBLISHED: Law = (
 
 
 def losses(constants: Any, points: Any) -> Any:
-    """What a law of the published form says of points, whose columns are parameters, D1 and D2."""
+    """Return the losses that a law of the published form predicts for points (parameters, D1, D2)."""
     ln_a, a1, a2, a3, ln_b, b = constants
     size, first, more = np.log(points).T
     return np.exp(ln_a - a1 * first + (a3 * first - a2) * more) + np.exp(ln_b - b * size) + law.FLOOR
 
 
 def refitted(points: Any, loss: Any) -> Any:
-    """The constants with the least squares of relative errors, by Levenberg and Marquardt from the published ones."""
+    """Return the constants with the least squares of relative errors, searched from the published constants."""
     found, damping = np.array(PUBLISHED), 1e-2
 
     def off(constants: Any) -> Any:
@@ -295,12 +299,12 @@ def terms(share: float, at: Any) -> Any:
 
 
 def continued(constants: Any, at: Any) -> Any:
-    """What `law.continued` says with these constants."""
+    """Return the losses that `law.continued` predicts with these constants."""
     return np.exp(terms(constants[0], at) @ constants[1:]) + law.FLOOR
 
 
 def along(points: Any, loss: Any) -> Any:
-    """The constants of `law.continued`, of as many as the published form has, with the least squares of ln(L - floor)."""
+    """Return constants of `law.continued`, as many as the published form has, with the least squares of ln(L - floor)."""
     best = None
     for share in np.arange(0.3, 1.5, 0.01):
         x, y = terms(share, points), np.log(loss - law.FLOOR)
@@ -311,7 +315,7 @@ def along(points: Any, loss: Any) -> Any:
     return np.array(best[1])
 
 
-# (constants from points, what they say of others)
+# form -> (fit constants to points, predict the losses of points with constants)
 FORMS = {"along": (along, continued), "refitted": (refitted, losses)}
 
 
@@ -320,7 +324,7 @@ def place(row: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def noise() -> dict[tuple[int, int, int], tuple[float, float]]:
-    """(how far apart runs of one place are, as a share of the lowest; those of them that share the seed too)"""
+    """Return by place how far apart its runs are, as a share of the lowest: (all runs, runs of the first seed)."""
     rows = [row for file in (HERE, CHECKS, BEFORE) for row in known(file)[0] if row["more"]]
     found: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
     for row in rows:
@@ -333,19 +337,19 @@ def noise() -> dict[tuple[int, int, int], tuple[float, float]]:
 
 
 def known(file: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """(points, the texts that all of them learned and were held to; none: nobody wrote them down)"""
+    """Return (the points of a file, the texts that all of them trained and were judged on; empty: not known)."""
     found = json.loads(file.read_text())
     return found["points"], found["texts"]
 
 
 def values(rows: list[dict[str, Any]]) -> tuple[Any, Any]:
-    """(parameters, D1 and D2 of each; its loss)"""
+    """Return (the parameters, D1 and D2 of each row; the loss of each row)."""
     at = np.array([[row[key] for key in ("parameters", "first", "more")] for row in rows], float)
     return at, np.array([row["loss"] for row in rows])
 
 
 def read(file: Path | None = None) -> tuple[Any, Any, Any]:
-    """(parameters, D1 and D2 of each point; its loss; which third it is of: of each size, D1 and D2 there are as many)"""
+    """Return (parameters, D1 and D2; loss; third) of each point. A third has as many points of each size, D1 and D2."""
     at, loss = values([row for row in known(file or HERE)[0] if row["more"]])
     places = [sorted(set(column)) for column in at.T]
     third = [sum(place.index(value) for place, value in zip(places, each, strict=True)) % 3 for each in at]
@@ -353,7 +357,7 @@ def read(file: Path | None = None) -> tuple[Any, Any, Any]:
 
 
 def held_out(form: str, file: Path | None = None) -> list[tuple[float, float]]:
-    """(mean, most) that a form fitted to two thirds of the points is off on the other 12, for each third."""
+    """Return for each third (the mean, the largest) error on it of a form that is fitted to the other two thirds."""
     (points, loss, third), (fit, say) = read(file), FORMS[form]
     found = []
     for held in range(3):
@@ -364,7 +368,7 @@ def held_out(form: str, file: Path | None = None) -> list[tuple[float, float]]:
 
 
 def checked() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(the 12 points, how far off on each the law is that was fitted to the 36 alone: by form, and as published)"""
+    """Return (the 12 points, the errors on them of each form fitted only to the 36, and of the published law)."""
     points, loss, _ = read()
     rows, texts = known(CHECKS)
     same(texts)
@@ -375,25 +379,25 @@ def checked() -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def same(texts: dict[str, str], which: str = CHECKS.name) -> None:
-    """ValueError unless these are the texts of the 36."""
+    """Raise ValueError unless these are the texts of the 36 points."""
     if texts != known(HERE)[1]:
         raise ValueError(
-            f"{which} is of the texts {texts} and {HERE.name} of {known(HERE)[1]}; losses compare on the same ones: "
-            "run all points in one go (python -m benchmarks.law_points all), and write fit before judge"
+            f"{which} has the texts {texts} and {HERE.name} has {known(HERE)[1]}; losses compare only on the same texts: "
+            "run all points in one go (python -m benchmarks.law_points all), and call fit before judge"
         )
 
 
 def keep(file: Path, points: Path, between: bool) -> None:
-    """Writes those points of a run that a law is fitted to, or those that judge it, and once the texts they have. Nothing
-    is written if texts differ: those of any of the run's points, or of the 12 from the 36's."""
+    """Write the points of a run to which a law is fitted, or (`between`) those that judge it, and their texts. Write
+    nothing if the points of the run have different texts, or if the 12 have other texts than the 36."""
     sizes = {hidden for hidden, *_ in (BETWEEN if between else SIZES)}
     every = [json.loads(line) for line in points.read_text().splitlines()]
     texts = [row.pop("texts") for row in every]
     rows = [row for row in every if row["hidden"] in sizes and not row["seed"]]
     if not rows or any(each != texts[0] for each in texts):
         raise ValueError(
-            f"{points} has {len(rows)} points of hidden {sorted(sizes)}, which must be some, and all that it has of the "
-            "same texts; run them in one go (python -m benchmarks.law_points all)"
+            f"{points} has {len(rows)} points of hidden {sorted(sizes)}; it must have at least one, and all its points must have "
+            "the same texts; run them in one go (python -m benchmarks.law_points all)"
         )
     if between:
         same(texts[0], str(points))
@@ -413,10 +417,10 @@ def main() -> int:
             keep(HERE, Path(file), between=False)
             points, loss, _ = read()
             off = losses(PUBLISHED, points) / loss - 1
-            print(f"{len(loss)} points; as published {off.mean():+.1%}, {np.abs(off).max():.1%} at most")
+            print(f"{len(loss)} points; published law: {off.mean():+.1%} on average, {np.abs(off).max():.1%} at most")
             for form, (fit, _) in FORMS.items():
                 thirds = ", ".join(f"{mean:.1%} ({most:.1%})" for mean, most in held_out(form))
-                print(f"{form}: on a third that was held out, on average (at most) {thirds}; constants of all:")
+                print(f"{form}: mean (largest) error on each held-out third {thirds}; constants fitted to all points:")
                 print("  " + ", ".join(f"{number:.6g}" for number in fit(points, loss)))
             return 0
         case ["judge", file]:
@@ -425,9 +429,9 @@ def main() -> int:
             for number, row in enumerate(rows):
                 print(f"{place(row)}: " + ", ".join(f"{form} {of[number]:+.1%}" for form, of in off.items()))
             for form, of in off.items():
-                print(f"{form}: {np.abs(of).mean():.1%} on average, {np.abs(of).max():.1%} at most")
+                print(f"{form}: off by {np.abs(of).mean():.1%} on average, by {np.abs(of).max():.1%} at most")
             for key, (apart, same) in noise().items():
-                print(f"{key}: runs are {apart:.1%} apart, {same:.1%} with the same seed")
+                print(f"{key}: runs are {apart:.1%} apart, those with the same seed {same:.1%}")
             return 0
     print(__doc__)
     return 2

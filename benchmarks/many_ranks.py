@@ -1,12 +1,12 @@
-"""What a thousand ranks cost before the first of them computes, on one machine: the table of results/2026-11-planning.md.
+"""Measure on one machine what a thousand ranks cost before the first one computes, for results/2026-11-planning.md.
 
-  python -m benchmarks.many_ranks start 1024 [copies]  # one rank of torch's "fake" group: meshes and FSDP, the host of a step
-  python -m benchmarks.many_ranks checkpoint 1024      # plans, lines and manifest of so many ranks, on one
-  python -m benchmarks.many_ranks sockets 16           # real gloo processes in three groups, connected as asked, and all at once
+  python -m benchmarks.many_ranks start 1024 [copies]  # one rank of torch's "fake" group: meshes, FSDP, host of a step
+  python -m benchmarks.many_ranks checkpoint 1024      # plans, lines and manifest of all ranks, on one rank
+  python -m benchmarks.many_ranks sockets 16           # real gloo processes in three groups, both ways to connect
 
-`start` is of 24 MoE layers whose products are tiny, ep 8, two micro-batches, FSDP over all ranks (`copies`: inside a node
-of 8, and a copy in each); nothing is sent, so what a rank computes is rubbish. `checkpoint` is of 1,100 tensors, of which
-each rank has two rows.
+`start` measures 24 MoE layers with tiny products, ep 8, two micro-batches and FSDP over all ranks. With `copies`, FSDP
+is inside a node of 8, and each node has a copy of the model. Nothing is sent, so a rank computes wrong numbers.
+`checkpoint` measures 1,100 tensors; each rank has two rows of each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 LAYERS, NODE, TENSORS = 24, 8, 1100
-GROUPS = 3  # of all ranks, as a run has for its gradients, its checkpoints and what it says
+GROUPS = 3  # groups of all ranks: a run has one each for gradients, checkpoints and messages
 
 
 def start(world: int, copies: bool) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def start(world: int, copies: bool) -> dict[str, Any]:
 
 
 def checkpoint(world: int, folder: Path) -> dict[str, Any]:
-    """Of rank 0, and of a rank that loads. What is written of the shards is not timed."""
+    """Measure a save on rank 0 and a load on any rank. The time to write the shards does not count."""
     from training.checkpoint import storage
     from training.checkpoint.storage import Piece
 
@@ -114,7 +114,7 @@ def checkpoint(world: int, folder: Path) -> dict[str, Any]:
         mine = storage.owned(own, None)
     text = storage.joined({"step": 3}, every)
     saved = time.process_time() - began
-    assert mine == own, "nobody else holds what rank 0 does"
+    assert mine == own, "no other rank holds the pieces of rank 0"
     began = time.process_time()
     storage.sealed(text)
     signed = time.process_time() - began
@@ -124,7 +124,7 @@ def checkpoint(world: int, folder: Path) -> dict[str, Any]:
     began = time.process_time()
     shards = storage.Shards(folder, storage.read_manifest(folder, slice(0, None, world)))
     for piece in own:
-        shards.read(piece.tensor, [(0, 2), (0, 4)])  # as meshes would say
+        shards.read(piece.tensor, [(0, 2), (0, 4)])  # the ranges that a mesh would ask for
     loaded = time.process_time() - began
     return {
         "manifest, MB": len(text) / 1e6,
@@ -134,8 +134,8 @@ def checkpoint(world: int, folder: Path) -> dict[str, Any]:
 
 
 def sockets(world: int) -> dict[str, Any]:
-    """The most that a rank has open, after each group has summed and gathered on rank 0; connected when first needed,
-    as `processes` asks for, and all at once."""
+    """Return the most sockets that a rank has open after each group has summed and has gathered on rank 0. The ranks
+    connect when they first need it, as `processes` asks, or all at once."""
     found = {}
     for name, lazy in (("as needed", "1"), ("all at once", "0")):
         environ = {**os.environ, "TORCH_GLOO_LAZY_INIT": lazy, "OMP_NUM_THREADS": "1"}
@@ -161,7 +161,7 @@ def of_one() -> int:
         for each in Path("/proc/self/fd").iterdir():
             try:
                 links.append(os.readlink(each))
-            except OSError:  # the folder's own
+            except OSError:  # the descriptor of the folder itself is closed by now
                 continue
         return sum(link.startswith("socket:") for link in links)
 

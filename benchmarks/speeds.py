@@ -1,6 +1,6 @@
-"""Hold every speed that was measured next to what the time model says of it, and write the tables of the pages.
+"""Compare every measured speed with the speed that the time model predicts, and write the tables of the pages.
 
-python -m benchmarks.speeds        # writes the tables of results/2026-11-planning.md and -performance.md again
+python -m benchmarks.speeds        # write the tables of results/2026-11-planning.md and -performance.md again
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Row:
     card: str
     gpus: int
     measured: float  # tokens/s of a GPU
-    use: str  # own: on the machine whose hardware file it is | calibration | check | elsewhere: another trainer's
+    use: str  # own: on the machine of the hardware file | calibration | check | elsewhere: by another trainer
     file: str = ""
     words: str = ""
     routing: Routing = NATURAL
-    spec: DenseSpec | MoESpec | None = None  # of a run of training, 64 sequences of 1,024 tokens
+    spec: DenseSpec | MoESpec | None = None  # of a training run with 64 sequences of 1,024 tokens
     micro_batch: int = 32
-    graph: bool | None = False  # of a run of training: steps were recorded only later
-    host: float = 1.0  # of the hardware file's host times: a machine's whose cores were slower
+    graph: bool | None = False  # of a training run; older runs did not record their steps
+    host: float = 1.0  # factor of the hardware file's host times, for a machine with slower cores
 
 
-# Of the machine of the Qwen2-57B rows with a capacity, by the third row of that run, which is in bold. The four rows of
-# Qwen3-30B-A3B of "slower cores" ran in the same session; whether on the same machine, nobody wrote down
+# The host factor of the machine that ran the Qwen2-57B rows with a capacity. It was set by the third row of that run, a
+# calibration. The four Qwen3-30B-A3B rows with "slower cores" ran in the same session, perhaps on another machine
 SLOW_CORES = 2.5
 QWEN, LLAMA, MIXTRAL, QWEN2 = "bench-qwen3-30b", "bench-llama3-8b-e8t2", "bench-mixtral-8x22b", "bench-qwen2-57b"
 DEEPSEEK, GPT_OSS = "bench-deepseek-v3", "bench-gpt-oss-20b"
@@ -56,9 +56,7 @@ HYBRID = " mesh.dispatcher=hybridep"
 SIXTEEN = "mesh.ep=4 batch=16 micro_batch=4 model.recompute=experts"
 ALL_32 = "mesh.ep=4 batch=8 micro_batch=2 model.recompute=experts optim.moments=bfloat16 mesh.reshard=true"
 TWELVE = "mesh.ep=4 batch=8 micro_batch=1 layers=12" + HYBRID
-SIX = (
-    "layers=6 model.compile=false batch=8 micro_batch=2"  # all that the search lists for two GPUs, in one process each
-)
+SIX = "layers=6 model.compile=false batch=8 micro_batch=2"  # all mappings of the search for two GPUs, one process a day
 TWO = "layers=2 batch=8 model.compile=false balance.capacity_factor=1 mesh.tp=2"
 AUTOMODEL = "optim.moments=bfloat16 mesh.dispatcher=deepep"
 FOLDED, COUPLED = "mesh.tp=2 mesh.ep=4", "mesh.tp=2 mesh.ep=2 mesh.etp=2"
@@ -66,7 +64,7 @@ PAPER = "batch=256 balance.capacity_factor=1 mesh.tp=2"
 
 
 def of(kind: str, card: str, gpus: int, file: str, *rows: tuple[Any, ...], host: float = 1.0) -> list[Row]:
-    """Return rows of one bench config: what, tokens/s of a GPU, words, and routing where it is not natural."""
+    """Return rows of one bench config from (what, tokens/s of a GPU, words, routing if it is not natural)."""
     found = [(*row, NATURAL)[:4] for row in rows]
     return [Row(what, card, gpus, rate, kind, file, words, way, host=host) for what, rate, words, way in found]
 
@@ -75,7 +73,7 @@ def small(kind: str, card: str, what: str, rate: float, spec: DenseSpec | MoESpe
     return Row(f"SmolLM2-135M, {what}", card, 1, rate, kind, spec=spec, micro_batch=micro_batch)
 
 
-# On one H200 in one run, with steps that are recorded (training/run/record.py): no constant was set by these
+# One run on one H200 with recorded steps (training/run/record.py). These rows set no constant of the time model
 RECORDED = [
     replace(small("check", "h200", f"{what}, recorded", rate, spec, 64), graph=None)
     for what, rate, spec in (
@@ -83,7 +81,7 @@ RECORDED = [
         ("8 copies, top-2", 246062, COPIES),
     )
 ]  # fmt: skip
-# The same on another day's H200, plain
+# The same models on another day on an H200, with steps that are not recorded
 PLAIN_STEPS = [
     small("check", "h200", f"{what}, one micro-batch, plain", rate, spec, 64)
     for what, rate, spec in (
@@ -273,8 +271,8 @@ ROWS = [
         ),
     ),
 ]  # fmt: skip
-# Two of hosts that kept the device waiting longer than the hardware file's does, of which one ran beside a process that was
-# faster than predicted; and one whose turns took from 0.70 to 0.93 s
+# In the first two rows the host kept the device waiting longer than the host of the hardware file does. On the machine of
+# the second, another process was faster than predicted. In the third row the turns took from 0.70 to 0.93 s
 MISSED = {
     "SmolLM2-135M, 8 x 4 slices, one micro-batch, after fewer launches", "SmolLM2-135M, 8 x 4 slices, by the bench",
     "all on FSDP, the first in its process, never steady",
@@ -285,13 +283,13 @@ HEAD = ("measured on", "tokens/s of a GPU", "predicted", "error", "used for")
 
 @lru_cache
 def card_of(name: str, host: float) -> Hardware:
-    """A hardware file's, with so many times its host times."""
+    """Return the card of a hardware file with its host times multiplied by `host`."""
     card = hardware.read(name)
     return replace(card, host=(card.host[0] * host, card.host[1] * host))
 
 
 def predicted(row: Row) -> tuple[float, Seconds]:
-    """(tokens/s of a GPU, the step)"""
+    """Return (tokens/s of a GPU, the seconds of a step by part)."""
     card = card_of(row.card, row.host)
     if row.spec is not None:
         config = TrainConfig(
@@ -314,7 +312,7 @@ def teraflops(row: Row, rate: float) -> float:
 
 
 def published() -> str:
-    """Return the table of what others publish of whole models, next to what is computed for ours."""
+    """Return the table of the speeds that others publish for whole models, next to those computed for our trainer."""
     lines = ["| whole model | GPUs | published, Automodel | ours, computed | command |", "|---|---|---|---|---|"]
     for row in ROWS:
         if not row.what.startswith("NeMo Automodel, "):
@@ -331,7 +329,7 @@ def error(row: Row) -> float:
 
 
 def shown() -> str:
-    """The page's table."""
+    """Return the page's table of steps."""
     lines = ["| step | GPUs | tokens/s of a GPU | predicted | error | |", "|---|---|---|---|---|---|"]
     for row in ROWS:
         rate = predicted(row)[0]
@@ -347,7 +345,7 @@ def on_page(page: str, head: str = "| step |") -> str:
     return page[page.index(head) : page.index("\n\n", page.index(head))]
 
 
-# what, the folded row and the coupled one
+# label, `what` of the folded row, `what` of the coupled row
 PAIRS = (
     ("Megatron, Mixtral-8x22B, 128 H100", "Megatron, Mixtral-8x22B, folded", "Megatron, Mixtral-8x22B, coupled"),
     ("Megatron, Qwen2-57B, 64 H100", "Megatron, Qwen2-57B, folded", "Megatron, Qwen2-57B, coupled"),
@@ -368,19 +366,19 @@ PAIRS = (
     ),
     ("the same, nvlink over alltoall", "2 layers, folded, nvlink", "2 layers, coupled, alltoall"),
 )  # fmt: skip
-NEAR_ENOUGH = 0.03  # of such a ratio
+NEAR_ENOUGH = 0.03  # largest error of a predicted ratio, for ratios that are not in FAR
 FAR = {"Mixtral-8x22B, capacity 1, hybridep over alltoall"}
 
 
 def ratios() -> list[tuple[str, float, float]]:
-    """(what folding wins, as measured, as predicted)"""
+    """Return (label, measured ratio, predicted ratio) of folded over coupled for each pair."""
     by_name = {row.what: row for row in ROWS}
     pairs = [(what, by_name[folded], by_name[coupled]) for what, folded, coupled in PAIRS]
     return [(what, a.measured / b.measured, predicted(a)[0] / predicted(b)[0]) for what, a, b in pairs]
 
 
 def folding() -> str:
-    """The page's table of that."""
+    """Return the page's table of these ratios."""
     lines = ["| folded over coupled | measured | predicted | |", "|---|---|---|---|"]
     for what, measured, said in ratios():
         lines.append(f"| {what} | {measured:.3f} | {said:.3f} | {'missed' if what in FAR else ''} |")

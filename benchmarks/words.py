@@ -1,7 +1,7 @@
-"""Draw docstrings and error sentences at random, as they were and as they are: python -m benchmarks.words REVISION
+"""Show random docstrings and error sentences before and after a change: python -m benchmarks.words REVISION
 
-It writes benchmarks/results/words.md. REVISION is the commit before; the working tree is after. A sentence that no function of
-that name has any more is shown as "gone".
+It writes benchmarks/results/words.md. REVISION is the commit before the change, and the working tree is after it. The
+page shows "gone" where a function or its sentence no longer exists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def git(*words: str) -> str:
 
 
 def sentences(node: ast.Raise) -> str:
-    """Return the sentence that a `raise` gives its exception, or nothing."""
+    """Return the sentence that a `raise` gives its exception, or an empty string."""
     given = node.exc.args[:1] if isinstance(node.exc, ast.Call) else []
     if given and isinstance(given[0], ast.Constant | ast.JoinedStr):
         text = ast.unparse(given[0])
@@ -77,7 +77,7 @@ def rows(old: Texts, kind: int, count: int) -> Iterator[str]:
 
 
 def page(revision: str) -> str:
-    """Return the page with both tables."""
+    """Return the page: a table of docstrings and a table of error sentences."""
     docs, errors = before(revision)
     head = "| where | before | after |\n|---|---|---|"
     return "\n".join([

@@ -149,7 +149,7 @@ def test_points_of_other_texts_are_refused(tmp_path: Path, monkeypatch: pytest.M
     other = {**texts, "fiction": texts["fiction"].replace("sha256 ", "sha256 0")}
     (tmp_path / "checks.json").write_text(json.dumps({"texts": other, "points": rows}))
     monkeypatch.setattr(law_points, "CHECKS", tmp_path / "checks.json")
-    with pytest.raises(ValueError, match="losses compare on the same ones"):
+    with pytest.raises(ValueError, match="losses compare only on the same texts"):
         law_points.checked()
 
 
@@ -167,7 +167,7 @@ def test_points_are_kept(tmp_path: Path) -> None:
         mixed = [dict(line) for line in lines]
         mixed[at]["texts"] = {}
         points.write_text("".join(json.dumps(line) + "\n" for line in mixed))
-        with pytest.raises(ValueError, match="all that it has of the same texts"):
+        with pytest.raises(ValueError, match="all its points must have the same texts"):
             law_points.keep(file, points, between)
     assert file.read_text() == kept
 
