@@ -9,7 +9,7 @@ Shapes: T packed tokens, D hidden, U scored places, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -154,9 +154,19 @@ class Engine:
         hidden = self.model.hidden(own[None], positions[None], None, rows.length)
         return all_gather(hidden[0], group)[: len(rows.tokens_T)]
 
-    def each(self, planned: Plan, length: int, what: str, answer: Callable[[Batch, int], Work]) -> Work:
-        """Call `answer` with each batch of this rank and the length of its prefix, whose keys are in the memory."""
-        batches, group = share(planned.batches, planned.prefixes, self.ranks.index, self.ranks.count), -1
+    def each(
+        self, planned: Plan, length: int, what: str, answer: Callable[[Batch, int], Work],
+        answered: Callable[[int], bool],
+    ) -> Work:  # fmt: skip
+        """Call `answer` with each batch of this rank and the length of its prefix, whose keys are in the memory.
+
+        Leave out a batch if all its inputs are `answered`. The other batches keep all their inputs, because a forward
+        of fewer tokens may round differently.
+        """
+        left = [
+            batch for batch in planned.batches if not all(map(answered, (n for row in batch.rows for n in row.places)))
+        ]
+        batches, group = share(left, planned.prefixes, self.ranks.index, self.ranks.count), -1
         with tqdm(
             total=sum(batch.tokens for batch in batches), desc=what, unit="tok", disable=not self.progress
         ) as bar:
@@ -177,8 +187,13 @@ class Engine:
 
     # ---- likelihoods
 
-    def score(self, pairs: Sequence[tuple[Ids, Ids]], done: Callable[[Mapping[int, Score]], None]) -> None:
-        """Score (context, continuation) pairs; give `done` this rank's scores by the pair's number, batch by batch."""
+    def score(
+        self, pairs: Sequence[tuple[Ids, Ids]], done: Callable[[Mapping[int, Score]], None], known: Container[int] = ()
+    ) -> None:
+        """Score (context, continuation) pairs; give `done` this rank's scores by the pair's number, batch by batch.
+
+        `known`: the numbers of pairs whose scores are not needed.
+        """
         for numbers, length in self.regimes([len(a) + len(b) - 1 for a, b in pairs]):
             asked: dict[bytes, list[int]] = {}  # the tokens that a forward reads -> the pairs that it answers
             for number in numbers:
@@ -188,8 +203,10 @@ class Engine:
             for raw, asking in asked.items():
                 tokens = np.frombuffer(raw, np.int64)
                 inputs.append(Input(tokens, len(tokens) - max(len(pairs[n][1]) for n in asking)))
-            answer = partial(self.score_batch, askers=list(asked.values()), pairs=pairs, length=length, done=done)
-            self.together(self.each(plan(inputs, self.budget), length, "scoring", answer))
+            askers = list(asked.values())
+            answer = partial(self.score_batch, askers=askers, pairs=pairs, length=length, done=done)
+            answered = [all(number in known for number in asking) for asking in askers]
+            self.together(self.each(plan(inputs, self.budget), length, "scoring", answer, answered.__getitem__))
 
     def score_batch(
         self, batch: Batch, prefix: int, askers: Sequence[Sequence[int]], pairs: Sequence[tuple[Ids, Ids]], length: int,
@@ -234,14 +251,16 @@ class Engine:
 
     def write(
         self, prompts: Sequence[Ids], limit: int, stopped: Callable[[Sequence[int]], bool],
-        done: Callable[[Mapping[int, Sequence[int]]], None],
+        done: Callable[[Mapping[int, Sequence[int]]], None], known: Container[int] = (),
     ) -> None:  # fmt: skip
         """Write at most `limit` greedy tokens after each prompt, or until `stopped` is true; give `done` this rank's
-        tokens by the prompt's number, batch by batch."""
+        tokens by the prompt's number, batch by batch. `known`: the numbers of prompts whose texts are not needed."""
         for numbers, length in self.regimes([len(prompt) + limit for prompt in prompts]):
             inputs = [Input(prompts[n], len(prompts[n]) - 1) for n in numbers]
             answer = partial(self.write_batch, numbers=numbers, length=length, limit=limit, stopped=stopped, done=done)
-            self.together(self.each(plan(inputs, self.budget, trees=False), length, "writing", answer))
+            answered = [number in known for number in numbers]
+            planned = plan(inputs, self.budget, trees=False)
+            self.together(self.each(planned, length, "writing", answer, answered.__getitem__))
 
     def write_batch(
         self, batch: Batch, prefix: int, numbers: Sequence[int], length: int, limit: int,

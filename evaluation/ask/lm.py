@@ -6,7 +6,7 @@ process asks for everything and the engine divides the work, so no process waits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         self.stops = {tokenizer.eos_token_id, *stops}
         self.cut = 0  # requests that were longer than the model's context and lost their beginning
         self.asked = self.recalled = 0
+        self.names: set[str] = set()  # of the requests of earlier calls
         self.chat: str | None = None  # the chat template that chat_template() chose
 
     @property
@@ -185,7 +186,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
             self.cut += len(context) > keep
             inputs.append((np.asarray(context[-keep:], np.int64), np.asarray(continuation, np.int64)))
         names = [key("score", a, b) for a, b in inputs]
-        found = self.answers(names, lambda left, done: self.engine.score([inputs[n] for n in left], done))
+        found = self.answers(names, lambda chosen, *rest: self.engine.score([inputs[n] for n in chosen], *rest))
         return [(found[name][0], bool(found[name][1])) for name in names]
 
     def texts(self, prompts: Sequence[str], limit: int, until: tuple[str, ...]) -> dict[str, str]:
@@ -210,7 +211,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
             return any(word in tail for word in until if word)
 
         found = self.answers(
-            names, lambda left, done: self.engine.write([inputs[n] for n in left], limit, stopped, done)
+            names, lambda chosen, *rest: self.engine.write([inputs[n] for n in chosen], limit, stopped, *rest)
         )
         written = [self.tokenizer.decode(list(found[name]), skip_special_tokens=True) for name in names]
         return {
@@ -218,27 +219,32 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
             for prompt, text in zip(prompts, written, strict=True)
         }
 
-    def answers(self, names: Sequence[str], compute: Callable[[list[int], Done], None]) -> dict[str, Any]:
+    def answers(
+        self, names: Sequence[str], compute: Callable[[list[int], Done, Container[int]], None]
+    ) -> dict[str, Any]:
         """Return the answers of all processes by name; `compute` answers the requests with the given numbers.
 
         Each process saves its own answers as they come. All read the same saved answers, so they agree on the requests
-        that are left.
+        that are left. `compute` gets the answered requests too, with their places: it packs all requests into the
+        forwards of an evaluation that was never stopped, so that the rest gets the same digits.
         """
         known = self.remembered.answers if self.remembered else {}
         found = {name: known[name] for name in names if name in known}
         self.asked += len(names)
         self.recalled += sum(name in found for name in names)
-        left = list({name: n for n, name in enumerate(names) if name not in found}.values())
+        whole = list({name: n for n, name in enumerate(names) if name not in self.names or name not in found}.values())
+        answered = {place for place, n in enumerate(whole) if names[n] in found}
+        self.names.update(names)
         mine: dict[str, Any] = {}
 
         def done(answers: Mapping[int, Any]) -> None:
-            new = {names[left[n]]: answer for n, answer in answers.items()}
+            new = {names[whole[place]]: answer for place, answer in answers.items() if place not in answered}
             mine.update(new)
             if self.remembered:
                 self.remembered.put(new)
 
         with self.engine.open():
-            compute(left, done)
+            compute(whole, done, answered)
         found |= {name: answer for part in self.engine.ranks.gather(mine) for name, answer in part.items()}
         if self.remembered:
             self.remembered.answers.update(found)

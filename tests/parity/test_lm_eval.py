@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from evaluation.__main__ import main
 from evaluation.ask import tasks
 from evaluation.ask.offline import Splits
-from evaluation.ask.remember import Remembered
+from evaluation.ask.remember import Remembered, written
 from evaluation.ask.run import RunConfig, evaluate, evaluate_live
 from evaluation.judge import logged
 from evaluation.judge.logged import metric_name, numbers
@@ -190,29 +190,36 @@ def test_a_broken_weight_gives_other_numbers_and_no_remembered_ones(
     assert after.tasks["tiny_text"].metrics["bits_per_byte"] != pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_killed_run_goes_on_and_large_and_small_batches_agree(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("model", ["random llama", "random mixtral"])
+def test_a_killed_run_ends_with_the_digits_of_one_that_never_was(
+    model: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
         pass
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        real, left = Remembered.put, iter([False] * 8 + [True])
+    def put(self: Remembered, answers: Any) -> None:
+        if next(left):  # in the middle of a line of this forward's answers
+            self.file.write(b"\n".join(written(*pair, self.identity) for pair in answers.items())[:-9])
+            raise Killed
+        real(self, answers)
 
-        def put(self: Remembered, answers: Any) -> None:
-            real(self, answers)
-            if next(left):
-                raise Killed
-
-        patch.setattr(Remembered, "put", put)
-        ours(folders["random llama"], "tiny", tmp_path / "run", patch, forward_tokens=32)
-    small = logged.load(ours(folders["random llama"], "tiny", tmp_path / "run", monkeypatch, forward_tokens=32))
-    large = logged.load(ours(folders["random llama"], "tiny", tmp_path / "large", monkeypatch))
-    assert 0 < small.work["recalled"] < small.work["requests"] == large.work["requests"]
-    assert large.work["recalled"] == 0
-    for a, b in zip(small.items, large.items, strict=True):
-        assert (a.key, a.prompt_hash, a.greedy, a.text) == (b.key, b.prompt_hash, b.greedy, b.text)
-        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+    real = Remembered.put
+    for before in (1, 4, 11):  # forwards that are done
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            left = iter([False] * before + [True])
+            patch.setattr(Remembered, "put", put)
+            ours(folders[model], "tiny", tmp_path / "run", patch, forward_tokens=100)
+    with pytest.warns(UserWarning, match="not an answer"):
+        stopped = logged.load(ours(folders[model], "tiny", tmp_path / "run", monkeypatch, forward_tokens=100))
+    whole = logged.load(ours(folders[model], "tiny", tmp_path / "whole", monkeypatch, forward_tokens=100))
+    assert 0 < stopped.work["recalled"] < stopped.work["requests"] == whole.work["requests"]
+    assert stopped.items == whole.items  # every digit
+    if model == "random llama":
+        large = logged.load(ours(folders[model], "tiny", tmp_path / "large", monkeypatch))
+        assert large.work["recalled"] == 0
+        for a, b in zip(whole.items, large.items, strict=True):
+            assert (a.key, a.prompt_hash, a.greedy, a.text) == (b.key, b.prompt_hash, b.greedy, b.text)
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
 def test_a_training_run_is_evaluated_as_what_it_exports_and_while_it_trains(
