@@ -18,7 +18,7 @@ import hashlib
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from training.islands.center import Again
 from training.islands.config import agreed
 from training.islands.link import frames, wire
 from training.islands.link.client import Link
+from training.islands.link.frames import Halted
 from training.islands.link.server import BLOCK
 from training.islands.places import NUMBERS, Layout, Place, inside, share_of, whole
 from training.islands.rules.dgs import Push
@@ -81,6 +82,8 @@ class Island:
         self.joined = False  # it has taken a model from the server
         self.decay = self.learned = 0.0  # sums of learning rates: up to the last exchange, and since then
         self.steps = 0  # steps since the last exchange
+        self.pending: Tensor | None = None  # a push without an answer, which a checkpoint holds
+        self.problem = ""  # why it has no answer; the run saves and ends
         rates = run.optimizer.without_decay()
         slots = run.optimizer.slots
         for slot in slots:
@@ -112,15 +115,16 @@ class Island:
 
     def state_dict(self) -> dict[str, Any]:
         names = ("seq", "islands", "number", "decay", "learned", "steps", "joined", "name")
-        return {**{name: getattr(self, name) for name in names}, "ages": self.ages}
+        pending = {} if self.pending is None else {"pending": self.pending}
+        return {**{name: getattr(self, name) for name in names}, "ages": self.ages, **pending}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seq, self.islands, self.number = state["seq"], state["islands"], state["number"]
         self.decay, self.learned, self.steps = state["decay"], state["learned"], state["steps"]
-        self.joined = state["joined"]
+        self.joined, self.pending = state["joined"], state.get("pending")
         self.ages.copy_(state["ages"])
         if state["name"] != self.name:  # the server does not know the new name
-            self.seq, self.joined = 0, False
+            self.seq, self.joined, self.pending = 0, False, None
 
     # ---- joining
 
@@ -140,6 +144,7 @@ class Island:
         if problem:
             raise ValueError(problem)
         if told["goes_on"]:
+            self.settle()
             return
         if self.joined and self.run.leads:
             warnings.warn(
@@ -153,7 +158,7 @@ class Island:
     def take(self, told: dict[str, Any]) -> None:
         """Take the whole model from the server."""
         self.number, self.islands, self.seq, self.decay = (told[key] for key in ("number", "islands", "seq", "decay"))
-        self.learned, self.steps = 0.0, 0
+        self.learned, self.steps, self.pending = 0.0, 0, None
         self.run.balance.load.since_NE.zero_()
         for part in self.parts:
             part.unsent.zero_()
@@ -193,8 +198,21 @@ class Island:
         """Return the data config with this island's own order of the samples."""
         return replace(data, seed=data.seed + OTHER * self.number)
 
-    def after(self, step: int, lr: float) -> dict[str, float]:
-        """Exchange if an exchange is due, and return figures for the log. All ranks call this after every step."""
+    def settle(self) -> None:
+        """Finish the exchange in which an earlier process of this run was stopped."""
+        if self.pending is None:
+            return
+        data = self.pending.numpy().tobytes() if self.run.leads else b""
+        self.finish(data)
+        if self.problem:
+            raise ValueError(self.problem)
+        if self.link is not None and self.run.state.step >= self.run.config.steps:
+            self.link.leave()
+
+    def after(self, step: int, lr: float, asked: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        """Exchange if an exchange is due, and return figures for the log. All ranks call this after every step.
+
+        `asked`: says whether to stop. The push then stays pending, as after the end of patience."""
         self.learned += lr
         self.steps += 1
         last = step == self.run.config.steps
@@ -202,14 +220,14 @@ class Island:
             return {}
         self.run.phases.tell("exchange")
         with self.run.phases("exchange"):
-            found = self.exchange(last)
-        if last and self.link is not None:
+            found = self.exchange(last, asked)
+        if last and self.link is not None and self.pending is None:
             self.link.leave()
         self.run.phases.tell("")
         return found
 
     @torch.no_grad()
-    def exchange(self, all: bool = False) -> dict[str, float]:
+    def exchange(self, all: bool = False, asked: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Send one push and apply its answer. `all`: both sides send everything."""
         began = time.perf_counter()
         loads = self.loads()
@@ -226,14 +244,32 @@ class Island:
         head: dict[str, Any] = {"steps": self.steps, "tokens": tokens, "decay": self.learned * gain, "all": all}
         if self.moves_bias:
             head["loads"] = loads.tolist()
-        size = self.layout.size
         data = center.join(head, *writer.parts()) if self.run.leads else b""
         del writer  # it is as large as the push
+        return self.finish(data, began, count, asked)
+
+    @torch.no_grad()
+    def finish(
+        self,
+        data: bytes | bytearray,
+        began: float | None = None,
+        count: int = 0,
+        asked: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float]:
+        """Send a push, apply its answer, and return figures; without an answer keep the push in `pending`."""
+        size, began = self.layout.size, began or time.perf_counter()
+        self.problem = ""
         try:
-            answer = self.ask(frames.PUSH, data, self.seq + 1)
+            answer = self.ask(frames.PUSH, data, self.seq + 1, asked)
         except Again as error:
             return self.restart(str(error))
+        except (Halted, ValueError) as error:
+            self.problem = str(error)  # nothing after a signal, which the loop sees itself
+            shared = broadcast_bytes(bytes(data), 0) if dist.is_initialized() else data
+            self.pending = torch.frombuffer(bytearray(shared), dtype=torch.uint8)
+            return {}
         del data
+        self.pending = None
         told, rest = center.split(answer)
         self.seq += 1
         if self.link is not None:
@@ -401,17 +437,25 @@ class Island:
         order = index.argsort()
         return Sparse(index[order], value[order])
 
-    def ask(self, kind: int, data: bytes | bytearray = b"", seq: int = 0) -> bytes:
+    def ask(
+        self, kind: int, data: bytes | bytearray = b"", seq: int = 0, asked: Callable[[], bool] = lambda: False
+    ) -> bytes:
         """Ask the server from rank 0; return the answer on all ranks, or raise rank 0's error on all."""
-        answer, again, problem = b"", "", ""
+        answer, again, problem, halted = b"", "", "", False
         if self.link is not None:
+            self.link.asked = asked
             try:
                 answer = self.link.ask(kind, data, seq)
             except Again as error:
                 again = str(error)
             except ValueError as error:
                 problem = str(error)
-        again, problem = broadcast([again, problem])
+            except Halted:
+                halted = True
+            self.link.asked = lambda: False
+        again, problem, halted = broadcast([again, problem, halted])
+        if halted:
+            raise Halted
         if again:
             raise Again(again)
         if problem:

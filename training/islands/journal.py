@@ -63,10 +63,8 @@ class Journal:
         self.base = self.start([*snapshots, 0])
         older = max((number for number in snapshots if number < self.base), default=0)
         self.first = older if all(self.log(each).exists() for each in range(older, self.base)) else self.base
-        for number in range(self.base, self.number):
-            with open(self.log(number), "rb") as file:
-                for event, _ in self.records(file):
-                    self.apply(event)
+        for event in self.events(self.base, self.number):
+            self.apply(event)
         self.file: IO[bytes] = open(self.log(self.number), "a+b")  # noqa: SIM115 - close() closes it
         whole = 0
         for event, end in self.records(self.file, last=True):
@@ -145,6 +143,13 @@ class Journal:
                 f"{self.folder} from a copy, or start the server and its islands in new outputs"
             )
 
+    def events(self, first: int, last: int) -> Iterator[Event]:
+        """Yield the events of the logs `first` ... `last` - 1."""
+        for number in range(first, last):
+            with open(self.log(number), "rb") as file:
+                for event, _ in self.records(file):
+                    yield event
+
     def cut(self, whole: int, lost: int) -> None:
         """Cut off the torn end of the log, after copying the log aside."""
         log = self.log(self.number)
@@ -210,19 +215,17 @@ class Journal:
         ghost = rule(torch.zeros(layout.size))
         ghost.restore(state)
         ghost.has = dict.fromkeys(here, ghost.model)
-        for number in range(first, self.number + 1):
-            with open(self.log(number), "rb") as log:
-                for event, _ in self.records(log):
-                    own = numbers.setdefault(event.name, max(numbers.values(), default=-1) + 1)
-                    if event.kind == frames.PUSH:
-                        if event.name == name:
-                            for sent in wire.pieces(messages.split(event.data)[1], layout.size):
-                                ghost.take(own, sent)
-                        ghost.done(own)
-                    elif event.kind != SNAPSHOT:
-                        ghost.leave(own)
-                    if event.kind == frames.JOIN:
-                        ghost.has[own] = ghost.model
+        for event in self.events(first, self.number + 1):
+            own = numbers.setdefault(event.name, max(numbers.values(), default=-1) + 1)
+            if event.kind == frames.PUSH:
+                parts = wire.pieces(messages.split(event.data)[1], layout.size) if event.name == name else ()
+                for sent in parts:
+                    ghost.take(own, sent)
+                ghost.done(own)
+            elif event.kind != SNAPSHOT:
+                ghost.leave(own)
+            if event.kind == frames.JOIN:
+                ghost.has[own] = ghost.model
         return [getattr(ghost, key) for key in rule.LINEAR]
 
     # ---- snapshots

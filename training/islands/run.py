@@ -28,7 +28,7 @@ from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.optim.slots import make_slot
 from training.parallel.mesh import MeshConfig, ParallelMesh
-from training.parallel.processes import alone
+from training.parallel.processes import alone, end_with_parent
 from training.run.parts import divided, observing, source
 from training.run.preflight import CHECKPOINTS, ISLANDS, check_export, check_own, check_writable
 from training.run.stop import Stop
@@ -169,7 +169,8 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
                 f"islands.secret={secret}", f"output={folder / f'island-{number}'}", "export=",
             ]  # fmt: skip
             command = again("train", *words, *more)
-            islands.append(subprocess.Popen(command, env=environment))
+            # a killed server must not leave islands that hold their folders' locks
+            islands.append(subprocess.Popen(command, env=environment, preexec_fn=end_with_parent()))
         # end if any island fails: the others would wait for it, or train without it
         return lambda: (
             any(island.poll() not in (None, 0) for island in islands) or all(island.poll() == 0 for island in islands)
@@ -180,9 +181,8 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
         said, done = serve(replace(config, islands=own), ready)
     finally:
         for island in islands if not done else ():
-            if island.poll() is None:
-                island.terminate()
-        codes = [island.wait() for island in islands]
+            island.terminate()
+        codes = [ended(island, None if done else config.islands.patience * 60) for island in islands]
     if any(codes):
         raise ValueError(f"{sum(map(bool, codes))} of {count} islands ended early; run the same command to continue")
     for number in range(count) if done and not islands else ():  # all had left in an earlier run
@@ -193,3 +193,12 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
                 "steps choose another output, and set model.source to their export"
             )
     return f"{folder} is trained: {said}; the islands are in {folder}/island-0 and so on"
+
+
+def ended(island: subprocess.Popen[bytes], seconds: float | None) -> int:
+    """Return the exit code of a process; kill it if it has not ended after so many seconds."""
+    try:
+        return island.wait(seconds)
+    except subprocess.TimeoutExpired:
+        island.kill()
+        return island.wait()

@@ -86,8 +86,13 @@ def end_with_torchrun() -> None:
     """Ask Linux to kill this process when its torchrun dies. torchrun normally ends its ranks, but if torchrun itself
     is killed nobody does: each rank has its own session, and a rank that waits for a lost one hears no signal and keeps
     its GPU's memory."""
-    if sys.platform == "linux" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        ctypes.CDLL(None).prctl(DEATH, int(signal.SIGKILL))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (end := end_with_parent()):
+        end()
+
+
+def end_with_parent() -> Callable[[], object] | None:
+    """Return a function with which a process asks Linux to kill it when its parent dies; None on other systems."""
+    return partial(ctypes.CDLL(None).prctl, DEATH, int(signal.SIGKILL)) if sys.platform == "linux" else None
 
 
 def hurry_compilers() -> None:

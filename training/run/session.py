@@ -84,7 +84,8 @@ class Session:
             begin(run)
         self.exported = bool(config.export) and exported(Path(config.export))
         check_export(config, self.first)  # again: a damaged checkpoint may have been skipped
-        if self.island is not None and self.first < config.steps:
+        if self.island is not None and (self.first < config.steps or self.island.pending is not None):
+            self.saved = self.saved if self.island.pending is None else 0  # joining finishes what was saved
             self.island.join()
         self.poll = partial(self.stop.poll, run.control)
         self.evaluation = measures.evaluation_of(run, self.watch.enter, self.poll)
@@ -157,7 +158,9 @@ class Session:
 
     def exchange(self) -> dict[str, Value]:
         """Exchange with the other islands if due, and return the metrics."""
-        return {} if self.island is None else dict(self.island.after(self.state.step, self.lr))
+        if self.island is None:
+            return {}
+        return dict(self.island.after(self.state.step, self.lr, lambda: self.stop.signal is not None))
 
     def count(self, figures: Mapping[str, Value]) -> None:
         """Store a step's metrics for the log."""
@@ -182,9 +185,14 @@ class Session:
         saving.check_alive(self.run)
 
     def save_if_due(self) -> None:
-        """Save if due, before long measures: a run that is stopped in a validation has no time left to save."""
-        if saving.worth_saving(self.run) or self.stopped or self.again:
+        """Save if due, before long measures: a run that is stopped in a validation has no time left to save.
+
+        Raise a ValueError after saving if the server of islands did not answer."""
+        problem = "" if self.island is None else self.island.problem
+        if saving.worth_saving(self.run) or self.stopped or self.again or problem:
             self.save()
+        if problem:
+            raise ValueError(f"{problem}; the run is saved at step {self.state.step}")
 
     def save(self) -> None:
         """Save the run after the log is on disk."""

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 from training.islands.center import Again
 from training.islands.config import IslandsConfig, address
 from training.islands.link import frames
-from training.islands.link.frames import AGAIN, JOIN, NO, OK, Bucket, Channel, Cut, Refused
+from training.islands.link.frames import AGAIN, JOIN, NO, OK, POLL, STALL, WAIT, Bucket, Channel, Cut, Halted, Refused
 from upcycle.cli.frame import printable
 from upcycle.io import strict
 
 T = TypeVar("T")
 PAUSE = 0.1, 5.0  # seconds before the second try, and the longest pause
-SECONDS = 30.0  # to connect
+SECONDS = 30.0  # most seconds to connect
+LAST = 0.5  # least seconds of a try
 
 
 def context_of(config: IslandsConfig, *, server: bool) -> ssl.SSLContext | None:
@@ -54,6 +55,8 @@ class Link:
         self.bucket = Bucket(config.throttle * 1e9 / 8)
         self.channel: Channel | None = None
         self.most = frames.SENTENCE
+        self.asked: Callable[[], bool] = lambda: False  # says whether to stop
+        self.left = STALL  # seconds that the server may be silent
         self.before = [0, 0]  # bytes up and down of connections that have ended
 
     @property
@@ -88,6 +91,8 @@ class Link:
         assert self.channel is not None
         self.channel.send(kind, seq, payload=payload)
         frame = self.channel.receive(self.most)
+        while frame.kind == WAIT:  # a round is not over
+            frame = self.channel.receive(self.most)
         if frame.kind == AGAIN:
             raise Again(sentence(frame.payload))
         if frame.kind == NO:
@@ -98,31 +103,41 @@ class Link:
 
     def leave(self) -> None:
         """Tell the server that this island has finished; do nothing if the server cannot be reached."""
-        with suppress(Again, Refused):
+        with suppress(ValueError):
             self.persist(lambda: self.once(frames.LEAVE, b"", self.seq), 0.5)
         self.close()
 
     def persist(self, attempt: Callable[[], T], minutes: float = 0.0) -> T:
         minutes = minutes or self.config.patience
-        first, pause = time.monotonic(), PAUSE[0]
+        end, pause = time.monotonic() + minutes * 60, PAUSE[0]
         while True:
+            self.left = min(STALL, max(end - time.monotonic(), LAST))
+            if self.channel is not None:
+                self.channel.idle = self.channel.stall = self.left
             try:
                 return attempt()
             except (Cut, OSError) as error:
                 self.close()
-                if time.monotonic() - first > minutes * 60:
+                if time.monotonic() > end:
                     raise ValueError(
                         f"the server of islands at {self.config.join} did not answer for {minutes:g} minutes "
                         f"({error}); start it, or correct islands.join"
                     ) from None
-                time.sleep(pause)
+                self.sleep(min(pause, max(end - time.monotonic(), 0.0)))
                 pause = min(2 * pause, PAUSE[1])
+
+    def sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if self.asked():
+                raise Halted
+            time.sleep(min(left, POLL))
 
     def connected(self, fresh: bool) -> dict[str, Any]:
         if self.channel is not None and not fresh:
             return {}
         self.close()
-        sock = socket.create_connection(self.address, SECONDS)
+        sock = socket.create_connection(self.address, min(self.left, SECONDS))
         try:
             if self.tls is not None:
                 try:
@@ -131,9 +146,8 @@ class Link:
                     why = error.reason or error
                     raise Refused(f"TLS with {self.config.join} failed ({why}); check the certificates") from None
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            channel = Channel(sock, self.bucket)
+            channel = Channel(sock, self.bucket, self.left, lambda: self.asked())
             channel.meet(self.secret)
-            sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             channel.send(JOIN, self.seq, payload=json.dumps(self.who).encode())
             frame = channel.receive(self.most)

@@ -18,10 +18,13 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-VERSION = 1
+T = TypeVar("T")
+
+VERSION = 2
 MAGIC = b"UPISLES" + bytes([VERSION])
 SORRY = b"SORRY\0\0\0"  # a refusal instead of the server's proof; a sentence follows
 HEADER = struct.Struct("<QBII")
@@ -29,12 +32,18 @@ NONCE, PROOF, SUM = 32, 32, 16
 SENTENCE = 512  # most bytes of a refusal
 LEAST = 16  # least bytes of a secret
 BLOCK = 1 << 20
+STALL = 120.0  # seconds without a byte in the middle of a frame, after which a connection is given up
+POLL = 0.5  # seconds between two questions whether to stop
 
 JOIN, TAKE, PUSH, LEAVE, OK, AGAIN, NO, WAIT = range(1, 9)  # kinds of frames: four from an island, four answers
 
 
 class Cut(ConnectionError):
     """Say that the other side is gone or that its bytes are wrong; a new connection may help."""
+
+
+class Halted(Exception):
+    """Say that this process was asked to stop while it waited for the other side."""
 
 
 class Refused(ValueError):
@@ -66,8 +75,18 @@ class Bucket:
 class Channel:
     """Be one end of a connection: read and write bytes, shake hands, exchange frames."""
 
-    def __init__(self, sock: socket.socket, bucket: Bucket | None = None) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        bucket: Bucket | None = None,
+        idle: float | None = STALL,
+        asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`idle`: seconds to wait for a frame; None: for ever. `asked`: says whether to stop waiting."""
         self.sock, self.bucket = sock, bucket or Bucket(0)
+        self.idle, self.asked = idle, asked
+        self.stall = STALL if idle is None else min(idle, STALL)
+        sock.settimeout(POLL)
         self.sent = self.received = 0  # bytes
         self.out_key = self.in_key = b""
         self.out_count = self.in_count = 0
@@ -77,30 +96,44 @@ class Channel:
     def write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)
         step = BLOCK if not self.bucket.rate else max(int(self.bucket.rate * 0.01), 256)
-        for at in range(0, len(view), step):
-            part = view[at : at + step]
-            self.bucket.take(len(part))
-            try:
-                self.sock.sendall(part)
-            except OSError as error:
-                raise Cut(f"the connection ended: {error}") from None
-            self.sent += len(part)
+        while view:
+            part = view[:step]
+            count = self.wait(lambda part=part: self.sock.send(part), self.stall)  # type: ignore[misc]
+            self.bucket.take(count)
+            self.sent += count
+            view = view[count:]
 
-    def read(self, count: int) -> bytes:
-        """Read exactly `count` bytes. Memory grows with the bytes that came, not with `count`."""
+    def read(self, count: int, *, first: bool = False) -> bytes:
+        """Read exactly `count` bytes, the `first` of a frame or later ones.
+
+        Memory grows with the bytes that came, not with `count`."""
         data = bytearray()
         step = BLOCK if not self.bucket.rate else max(int(self.bucket.rate * 0.01), 256)
-        while len(data) < count:
-            try:
-                part = self.sock.recv(min(count - len(data), step))
-            except OSError as error:
-                raise Cut(f"the connection ended: {error}") from None
+        while (left := count - len(data)) > 0:
+            most = min(left, step)
+            part = self.wait(
+                lambda most=most: self.sock.recv(most),  # type: ignore[misc]
+                self.idle if first and not data else self.stall,
+            )
             if not part:
                 raise Cut("the connection ended")
             self.bucket.take(len(part))
             self.received += len(part)
             data += part
         return bytes(data)
+
+    def wait(self, call: Callable[[], T], seconds: float | None) -> T:
+        """Call a function of the socket until some bytes have moved; raise Cut after so many seconds without any."""
+        began = time.monotonic()
+        while not self.asked():
+            try:
+                return call()
+            except TimeoutError:
+                if seconds is not None and time.monotonic() - began > seconds:
+                    raise Cut(f"the other side was silent for {seconds:.3g} seconds") from None
+            except OSError as error:
+                raise Cut(f"the connection ended: {error}") from None
+        raise Halted
 
     # ---- frames
 
@@ -114,7 +147,7 @@ class Channel:
 
     def receive(self, most: int) -> Frame:
         """Return the next frame, with a payload of at most `most` bytes."""
-        header = self.read(HEADER.size)
+        header = self.read(HEADER.size, first=True)
         if not hmac.compare_digest(self.read(SUM), self.total(self.in_key, self.in_count, b"h", header)):
             raise Cut("a frame's header has a wrong sum")
         length, kind, seq, number = HEADER.unpack(header)

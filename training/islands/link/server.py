@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import re
 import socket
-import ssl
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from training.islands.center import HEAD, NAME, Again, Center, Member, Poison
@@ -19,15 +21,39 @@ from training.islands.config import IslandsConfig, address
 from training.islands.journal import Journal
 from training.islands.link import frames
 from training.islands.link.client import context_of
-from training.islands.link.frames import AGAIN, JOIN, LEAVE, NO, OK, PUSH, TAKE, Channel, Cut, Frame
+from training.islands.link.frames import (
+    AGAIN,
+    JOIN,
+    LEAVE,
+    NO,
+    OK,
+    PUSH,
+    STALL,
+    TAKE,
+    WAIT,
+    Channel,
+    Cut,
+    Frame,
+    Halted,
+)
 from upcycle.cli.frame import printable
 from upcycle.io import strict
 
 BLOCK = 4 << 20  # bytes of the model in one answer
 STRANGERS = 32  # most connections that have not shown the secret yet
 SECONDS = 10.0  # seconds for a stranger to show the secret
-STALL = 120.0  # seconds without a byte in the middle of a frame
+PAUSE = 0.1  # seconds after an error of `accept`
+BEAT = 20.0  # seconds after which an island that waits for a round hears that the server still works
 LETTERS = re.compile(r"[A-Za-z0-9._-]{1,%d}" % NAME, re.ASCII)  # noqa: UP031
+
+
+@dataclass
+class Stranger:
+    """Hold a connection that has not introduced itself."""
+
+    sock: socket.socket
+    host: str
+    until: float  # when it is closed
 
 
 class Server:
@@ -43,8 +69,8 @@ class Server:
         self.center, self.journal, self.config, self.secret = center, journal, config, secret
         self.agreed = agreed or {}
         self.changed = threading.Condition()  # guards center and journal
-        self.strangers = threading.BoundedSemaphore(STRANGERS)
-        self.deadlines: dict[socket.socket, float] = {}  # when a stranger's connection is closed
+        self.strangers: dict[int, Stranger] = {}  # by number, the oldest first
+        self.beat = min(BEAT, config.patience * 15)
         self.connections: dict[str, Channel] = {}
         self.last: dict[str, float] = {}  # when an island was last heard
         self.ending = False
@@ -74,9 +100,9 @@ class Server:
                     with contextlib.suppress(Cut):  # an error of the disk is in `failed`
                         self.expel()
                     done = self.center.done
-                for sock, until in list(self.deadlines.items()):
-                    if time.monotonic() > until:
-                        shut(sock)
+                for number, stranger in list(self.strangers.items()):
+                    if time.monotonic() > stranger.until:
+                        self.shed(number)
             with self.changed:  # the last island still waits for the answer to its leave
                 self.changed.wait_for(lambda: not self.connections, 5.0 if done else 0.0)
         finally:
@@ -87,7 +113,10 @@ class Server:
     def close(self) -> None:
         with self.changed:
             self.ending = True
+            shut(self.listener)  # closing alone does not wake `accept`
             self.listener.close()
+            for number in list(self.strangers):
+                self.shed(number)
             for channel in list(self.connections.values()):
                 self.drop(channel)
             self.changed.notify_all()
@@ -96,7 +125,7 @@ class Server:
         """Let islands leave that hold up a round and have been silent for too long. They may come back."""
         now = time.monotonic()
         waiting = any(member.waits for member in self.center.members.values())
-        for name, member in self.center.members.items():
+        for name, member in list(self.center.members.items()):
             if not waiting:
                 return
             heard = self.last.setdefault(name, now)
@@ -105,51 +134,72 @@ class Server:
                 self.event(LEAVE, name)
 
     def accept(self) -> None:
-        while not self.ending:
+        for number in itertools.count():
             try:
-                sock, _ = self.listener.accept()
-            except OSError:
-                return
-            if not self.strangers.acquire(blocking=False):
-                sock.close()  # so many strangers at once are a flood
+                sock, peer = self.listener.accept()
+            except OSError as error:
+                if self.ending:
+                    return
+                print(f"no connection was accepted ({error}); trying again", file=sys.stderr, flush=True)
+                self.make_room(0)  # no handle may be left
+                time.sleep(PAUSE)
                 continue
-            threading.Thread(target=self.talk, args=(sock,), daemon=True).start()
-
-    def talk(self, sock: socket.socket) -> None:
-        """Serve one connection from its first byte to its last."""
-        plain, name = sock, ""
-        try:
-            # a deadline (in `run`) and not only a timeout of each read: a stranger could send a byte from time to time
-            self.deadlines[plain] = time.monotonic() + SECONDS
+            self.make_room(STRANGERS - 1)
+            # a deadline and not only a timeout of each read: a stranger could send a byte from time to time
+            self.strangers[number] = Stranger(sock, str(peer[0]), time.monotonic() + SECONDS)
             try:
+                threading.Thread(target=self.talk, args=(number,), daemon=True).start()
+            except RuntimeError:  # no thread is left
+                self.shed(number)
+                sock.close()
+
+    def make_room(self, most: int) -> None:
+        """Close the oldest strangers of the address that has the most of them, until at most `most` are left."""
+        while len(strangers := list(self.strangers.items())) > most:
+            hosts = Counter(stranger.host for _, stranger in strangers)
+            self.shed(max(strangers, key=lambda item: (hosts[item[1].host], -item[0]))[0])
+
+    def shed(self, number: int) -> None:
+        stranger = self.strangers.pop(number, None)
+        if stranger is not None:
+            shut(stranger.sock)
+
+    def talk(self, number: int) -> None:
+        """Serve one connection from its first byte to its last."""
+        stranger, name = self.strangers.get(number), ""
+        if stranger is None:
+            return
+        sock = stranger.sock
+        try:
+            if self.tls is not None:
                 sock.settimeout(SECONDS)
-                if self.tls is not None:
-                    sock = self.tls.wrap_socket(sock, server_side=True)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                channel = Channel(sock)
-                channel.greet(self.secret)
-            finally:
-                del self.deadlines[plain]
-                self.strangers.release()
-            sock.settimeout(None)
+                sock = stranger.sock = self.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                sock.do_handshake()
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            channel = Channel(sock, idle=SECONDS, asked=lambda: self.ending)
+            channel.greet(self.secret)
+            frame = channel.receive(HEAD)
+            if self.strangers.pop(number, None) is None:
+                return
+            channel.idle, channel.stall = None, STALL
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            name = self.introduced(channel)
+            name = self.introduced(channel, frame)
             while not self.ending:
                 self.answer(channel, name, channel.receive(self.center.longest()))
-        except (Cut, OSError, ssl.SSLError):
+        except (Cut, Halted, OSError):
             pass
         except ValueError as error:
             print(f"a connection ended: {printable(str(error))}", file=sys.stderr, flush=True)
         finally:
+            self.strangers.pop(number, None)
             with self.changed:
                 if name and self.connections.get(name) is not None and self.connections[name].sock is sock:
                     del self.connections[name]
                     self.changed.notify_all()
             sock.close()
 
-    def introduced(self, channel: Channel) -> str:
+    def introduced(self, channel: Channel, frame: Frame) -> str:
         """Answer the first frame, in which an island introduces itself; return its name."""
-        frame = channel.receive(HEAD)
         try:
             if frame.kind != JOIN:
                 raise ValueError(f"a connection begins with a frame of kind {frame.kind}; it must begin with {JOIN}")
@@ -204,32 +254,38 @@ class Server:
         return hashlib.sha256(memoryview(self.center.rule.has[member.number].numpy())).hexdigest()
 
     def answer(self, channel: Channel, name: str, frame: Frame) -> None:
-        data: bytes | bytearray = b""
+        """Answer a frame; while a round is not over, say again and again that the server still works."""
+        data: bytes | bytearray | None = None
         kind = OK
-        try:
-            with self.changed:
-                if self.connections.get(name) is not channel:
-                    raise Cut("another connection has this name")
-                self.last[name] = time.monotonic()
-                member = self.center.members[name]
-                if frame.kind == TAKE:
-                    data = self.part(member, frame.payload)
-                elif frame.kind == PUSH:
-                    data = self.push(channel, name, frame)
-                elif frame.kind == LEAVE:
-                    if member.here and member.seq == frame.seq:
-                        self.event(LEAVE, name)
-                else:
-                    raise ValueError(f"a frame of kind {frame.kind} came; use the same version on both sides")
-                self.last[name] = time.monotonic()
-        except Again as error:
-            kind, data = AGAIN, str(error).encode()[: frames.SENTENCE]
-        except ValueError as error:
-            kind, data = NO, str(error).encode()[: frames.SENTENCE]
-        channel.send(kind, frame.seq, member.number, data)
+        while data is None:
+            try:
+                with self.changed:
+                    if self.connections.get(name) is not channel or name not in self.center.members:
+                        raise Cut("another connection has this name")
+                    number = self.center.members[name].number
+                    data = self.told(channel, name, frame)
+            except Again as error:
+                kind, data = AGAIN, str(error).encode()[: frames.SENTENCE]
+            except ValueError as error:
+                kind, data = NO, str(error).encode()[: frames.SENTENCE]
+            channel.send(WAIT if data is None else kind, frame.seq, number, data or b"")
 
-    def push(self, channel: Channel, name: str, frame: Frame) -> bytes | bytearray:
+    def told(self, channel: Channel, name: str, frame: Frame) -> bytes | bytearray | None:
+        """Return the answer to a frame, or None if it needs more time."""
         member = self.center.members[name]
+        self.last[name] = time.monotonic()
+        if frame.kind == TAKE:
+            return self.part(member, frame.payload)
+        if frame.kind == PUSH:
+            return self.push(channel, name, frame)
+        if frame.kind != LEAVE:
+            raise ValueError(f"a frame of kind {frame.kind} came; use the same version on both sides")
+        if member.here and member.seq == frame.seq:
+            self.event(LEAVE, name)
+        return b""
+
+    def push(self, channel: Channel, name: str, frame: Frame) -> bytes | bytearray | None:
+        member, until = self.center.members[name], time.monotonic() + self.beat
         data = self.center.answer(name, frame.seq, frame.payload)
         if data is None and member.seq < frame.seq:
             try:
@@ -237,15 +293,16 @@ class Server:
             except Poison as error:
                 why = str(error)
                 self.write(lambda: self.journal.quarantine(name, why))
-                self.changed.notify_all()
                 print(f"island {name} is in quarantine, because {why}; its last pushes are taken back", flush=True)
                 raise ValueError(f"island {name} is in quarantine, because {why}") from None
-        while data is None:  # a round is not over
             data = self.center.answer(name, frame.seq, frame.payload)
-            if data is None:
-                self.changed.wait(0.5)
+        while data is None and time.monotonic() < until:  # a round is not over
+            self.changed.wait(0.5)
             if self.ending or self.connections.get(name) is not channel:
                 raise Cut("the server ends, or another connection has this name")
+            if not member.waits:
+                data = self.center.answer(name, frame.seq, frame.payload)
+        self.last[name] = time.monotonic()
         return data
 
     def part(self, member: Member, payload: bytes) -> bytes:
@@ -266,6 +323,7 @@ class Server:
         except OSError as error:
             self.failed = error
             raise Cut("the server cannot write") from error
+        self.last = {name: heard for name, heard in self.last.items() if name in self.center.members}
         self.changed.notify_all()
 
     def drop(self, channel: Channel) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +13,18 @@ import pytest
 import torch
 
 from tests import islands
-from tests.islands import HEAD, LAYOUT, Islander, flips, poisons, serving, used
+from tests.islands import HEAD, LAYOUT, SECRET, Islander, expected, flips, poisons, serving, used
+from tests.unit.training.islands.test_island_server import limit
 from training.islands import center
+from training.islands.config import IslandsConfig
 from training.islands.journal import Journal
 from training.islands.link import frames, wire
-from training.islands.link.frames import Refused
+from training.islands.link import server as serve
+from training.islands.link.frames import Channel, Cut, Halted, Refused
+from training.islands.link.server import STRANGERS
 from training.islands.sparse import Sparse
+
+__all__ = ["limit"]  # a fixture
 
 # ---- the folder
 
@@ -116,3 +126,149 @@ def test_an_island_has_the_settings_of_its_server(tmp_path: Path) -> None:
         assert not server.center.members
         one.link.who["agreed"] = dict(server.agreed)
         one.join()
+
+
+# ---- strangers and handles
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_islands_join_through_silent_strangers(tmp_path: Path, secret: bool) -> None:
+    """Hold more connections than fit open, without the secret, or with it and without a name."""
+    with serving(tmp_path) as server:
+        before, silent = threading.active_count(), []
+        for _ in range(STRANGERS + 8):
+            sock = socket.create_connection(("127.0.0.1", server.port), 20)
+            silent.append(sock)
+            if secret:
+                Channel(sock).meet(SECRET)
+        for number in range(4):
+            one = Islander(f"island-{number}", server.port, 9)
+            one.join()
+            one.exchange()
+        assert server.center.pushes == 4
+        assert threading.active_count() <= before + STRANGERS + 4
+        for sock in silent:
+            sock.close()
+
+
+def test_islands_of_another_address_are_not_shed_by_a_flood(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        pairs = [socket.socketpair() for _ in range(5)]
+        hosts = ["10.0.0.1", "10.0.0.2", "10.0.0.2", "10.0.0.2", "10.0.0.1"]
+        server.strangers = {
+            number: serve.Stranger(pair[0], host, time.monotonic() + 60)
+            for number, (pair, host) in enumerate(zip(pairs, hosts, strict=True))
+        }
+        server.make_room(3)
+        assert list(server.strangers) == [2, 3, 4]  # the oldest of those that come from the same place
+        for one, other in pairs:
+            one.close()
+            other.close()
+
+
+def test_a_server_without_handles_accepts_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, journal, server = islands.made(tmp_path)
+
+    class Listener:
+        left = 3
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def accept(self) -> Any:
+            self.left -= 1
+            if self.left >= 0:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return real.accept()
+
+    real, server.listener = server.listener, Listener()  # type: ignore[assignment]
+    thread = threading.Thread(target=server.run, args=(lambda: False,), daemon=True)
+    thread.start()
+    Islander("a", server.port, 9).join()
+    server.close()
+    thread.join(10)
+    journal.close()
+    assert capsys.readouterr().err.count("no connection was accepted") == 3
+
+
+def test_a_frame_that_stops_in_the_middle_ends_its_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "STALL", 0.1)
+    with serving(tmp_path) as server, islands.channel(server) as link:
+        link.sock.sendall(b"\0" * 9)
+        with pytest.raises(Cut, match="the connection ended"):
+            link.receive(1 << 16)
+
+
+def test_kept_answers_are_no_longer_than_planned(tmp_path: Path) -> None:
+    here, journal, server = islands.made(tmp_path, share=1.0)
+    server.close()
+    here.rule.worth = 0.0
+    names = ["a", "b", "c"]
+    for name in names:
+        journal.add(frames.JOIN, name)
+    for seq in range(1, 9):
+        for name in names:
+            pushed(journal, name, seq, 0.01)
+            total = sum(len(answer.data) for member in here.members.values() for answer in member.answers)
+            assert total <= max(4 * LAYOUT.size, 3 * wire.most(LAYOUT.size))
+    assert all(here.members[name].answers[-1].seq == 8 for name in names)  # an island may still have lost this one
+    journal.close()
+
+
+def test_islands_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    with serving(tmp_path, most=3) as server:
+        numbers = set()
+        for number in range(12):
+            one = Islander(f"island-{number}", server.port, 9)
+            numbers.add(one.join()["number"])
+            one.exchange()
+            one.link.leave()
+        assert len(numbers) == 12  # each has an order of the data of its own
+        assert list(server.center.members) == ["island-9", "island-10", "island-11"]
+        assert server.last.keys() <= server.center.members.keys() and len(server.center.spent) == 3
+        first = server.center.members["island-11"].number
+        back = Islander("island-0", server.port, 9)
+        back.link.who["has"], back.link.seq = True, 1
+        assert back.join()["goes_on"] is False and server.center.members["island-0"].number == first + 1
+        model = server.center.rule.model
+    with serving(tmp_path, most=3) as server:
+        assert torch.equal(server.center.rule.model, model)
+
+
+# ---- patience and signals
+
+
+def test_a_frozen_server_holds_an_island_no_longer_than_its_patience(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        one = Islander("a", server.port, 2)
+        one.join()
+        one.link.config = IslandsConfig(join=one.config.join, patience=0.01)
+        data = one.message()
+        with server.changed:  # nothing is answered while somebody has this lock
+            with pytest.raises(ValueError, match=r"did not answer for 0.01 minutes"):
+                one.link.ask(frames.PUSH, data, 1)
+            one.link.asked = lambda: True
+            with pytest.raises(Halted):
+                one.link.ask(frames.PUSH, data, 1)
+        one.link.asked = lambda: False
+        one.link.config = one.config
+        one.take(one.link.ask(frames.PUSH, data, 1))
+        one.exchange()
+        assert torch.equal(server.center.rule.model, expected({"a": 2}))
+
+
+def test_a_round_that_lasts_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "BEAT", 0.1)
+    with serving(tmp_path, rule="diloco") as server:
+        ones = [Islander(name, server.port, 9) for name in ("a", "b")]
+        for one in ones:
+            one.link.who["rule"] = "diloco"
+            one.join()
+        ones[0].link.config = IslandsConfig(join=ones[0].config.join, patience=0.05)  # of an answer that takes longer
+        waits = threading.Thread(target=ones[0].exchange)
+        waits.start()
+        waits.join(4)
+        assert waits.is_alive()
+        ones[1].exchange()
+        waits.join(30)
+        assert ones[0].seq == 1 and server.center.pushes == 2

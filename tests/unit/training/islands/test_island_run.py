@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,12 +29,14 @@ from training.islands import island as island_module
 from training.islands import run as run_module
 from training.islands.config import IslandsConfig
 from training.islands.island import Island
-from training.islands.link import wire
+from training.islands.link import frames, wire
+from training.islands.link.frames import Channel, Cut, Frame
 from training.islands.link.server import Server
 from training.islands.rules import dgs
 from training.islands.sparse import Sparse
 from training.observe.metrics import read as read_metrics
 from training.run import step as step_module
+from training.run import stop
 from training.run.loop import train
 from upcycle.io import publish
 
@@ -144,6 +151,41 @@ def test_a_run_and_its_server_stopped_anywhere_are_bitwise_the_run_that_never_st
     assert losses(again) == losses(whole)
 
 
+@pytest.mark.parametrize(("how", "step"), [("signal", 4), ("patience", 8)])
+def test_an_exchange_without_an_answer_is_saved_and_finished_by_the_next_process(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, step: int
+) -> None:
+    """Lose the answer to a push that counts: the next process sends the same push and is told the same."""
+    more = ["islands.every=2", "islands.share=0.1"]
+    with server(served(place, tmp_path / "a", *more)) as here:
+        whole = train(joined(place, tmp_path / "a", "one", here.port, *more))
+        model = here.center.rule.model
+    real = Server.answer
+
+    def lost(self: Server, channel: Channel, name: str, frame: Frame) -> None:
+        if frame.kind == frames.PUSH and frame.seq == step // 2:
+            with self.changed:
+                self.told(channel, name, frame)
+            if how == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise Cut("the answer is lost")
+        real(self, channel, name, frame)
+
+    with server(served(place, tmp_path / "b", *more)) as here:
+        with monkeypatch.context() as patch:
+            patch.setattr(Server, "answer", lost)
+            short = joined(place, tmp_path / "b", "one", here.port, *more, "islands.patience=0.01")
+            if how == "signal":
+                short = joined(place, tmp_path / "b", "one", here.port, *more)
+            with pytest.raises((stop.Stopped, ValueError), match=f"step {step}"):
+                train(short)
+        assert found(tmp_path / "b" / "one" / "checkpoints")[0].name == f"step-0000000{step}"
+        again = train(joined(place, tmp_path / "b", "one", here.port, *more))
+        assert here.center.pushes == 4 and not here.center.members["one"].here
+        assert torch.equal(here.center.rule.model, model)
+    assert losses(again) == losses(whole)
+
+
 def test_islands_learn_from_each_other_and_the_export_is_the_servers_model(place: Path, tmp_path: Path) -> None:
     more = ["islands.every=2", "islands.share=0.1", "islands.answer=0.2"]
     export = tmp_path / "model"
@@ -191,6 +233,48 @@ def test_local_islands_begun_again_after_their_end_say_so_and_write_nothing(
     shutil.rmtree(run)
     code, out, err = local()
     assert code == 2 and f"export={export} exists already; remove it" in err
+
+
+LOCAL = """
+import sys
+from pathlib import Path
+from tests.unit.training.test_train import config
+from training.islands import run
+
+CHILD = "import os, signal, sys, time; signal.signal(15, signal.SIG_IGN)" \\
+    "; open(sys.argv[1] + '.new', 'w').write(str(os.getpid())); os.rename(sys.argv[1] + '.new', sys.argv[1])" \\
+    "; time.sleep(600)"
+
+def again(*words):
+    out = next(word for word in words if word.startswith("output=")).removeprefix("output=")
+    return [sys.executable, "-c", CHILD, out + ".pid"]
+
+run.again = again
+place, out = sys.argv[1:]
+run.local(config(Path(place), Path(out), "islands.local=2", "islands.patience=0.02", "device=cpu", steps=8), [])
+"""
+
+
+def test_local_islands_end_with_their_server(place: Path, tmp_path: Path) -> None:
+    """End even islands that ignore SIGTERM, so that nobody holds a lock."""
+
+    def alive(pid: str) -> bool:
+        stat = Path("/proc", pid, "stat")
+        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+    parents = {
+        number: subprocess.Popen([sys.executable, "-c", LOCAL, str(place), str(tmp_path / number.name)])
+        for number in (signal.SIGTERM, signal.SIGKILL)
+    }
+    files = [tmp_path / number.name / f"island-{k}.pid" for number in parents for k in range(2)]
+    while not all(file.exists() for file in files):
+        assert all(parent.poll() is None for parent in parents.values())
+        time.sleep(0.1)
+    for number, parent in parents.items():
+        parent.send_signal(number)
+        parent.wait()
+    while any(alive(file.read_text()) for file in files):
+        time.sleep(0.1)
 
 
 def test_an_exchange_is_in_parts_and_they_are_the_whole(place: Path, tmp_path: Path) -> None:
