@@ -27,7 +27,7 @@ FORMS = {
     r"\bsome [0-9]": '"about"',
     r"\b(?:is|are|was|were) to be\b": '"must be", "will be", or an active verb',
     r"(?<![Tt]here )\b(?:is|are|was|were) no (?!longer\b|more\b|less\b|better\b|worse\b|faster\b)": '"is not a"',
-    r"\b(?:all|none|nothing|nobody|everything|no one) but\b": '"except" or "only"',
+    r"\b(?:[Aa]ll|[Nn]one|[Nn]othing|[Nn]obody|[Ee]verything|[Nn]o one) but\b": '"except" or "only"',
     r"\b(?:therein|thereof|wherein|whereof|herein|whereby|thereby|anew)\b": "plain words",
     r"\b(?:goes|go|going|went) on\b(?! to\b| top\b| the\b| one\b| a\b)": '"continue"',
     r"\bin (?:its|their) stead\b": '"instead"',
@@ -38,7 +38,7 @@ FORMS = {
 # a function's docstring begins with a verb: "Return the width", not "The width"
 NO_VERB = {"a", "an", "the", "all", "any", "each", "every", "how", "if", "in", "it", "no", "of", "one", "our", "that",
            "these", "this", "those", "what", "when", "where", "whether", "which", "whose", "with"}  # fmt: skip
-PROSE = re.compile(r"[A-Za-z]+(?: [a-z]+){3}")  # a string of this kind is a sentence, not a key or a format
+PROSE = re.compile(r"[A-Za-z]+(?: [a-z0-9]+){3}")  # a string of this kind is a sentence, not a key or a format
 
 
 def wrong(text: str) -> Iterator[str]:
