@@ -25,9 +25,11 @@ test: lint oracles  ## lint, then all tests; those of the peers included, and of
 	@$(MAKE) --no-print-directory .venv-llamacpp/installed || echo "llama.cpp could not be installed: its tests are skipped"
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-lint: $(VENV)/installed  ## ruff and mypy --strict
+lint: $(VENV)/installed  ## ruff, mypy --strict, plain English
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m tests.docs.style
 
 docs: $(VENV)/installed  ## the documentation site, in site/; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
