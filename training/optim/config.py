@@ -52,10 +52,11 @@ class OptimConfig:
     # steps start from it. 0: no average
     average: float = 0.0
     # for experts that are copies of a dense FFN's slices: share of each gradient that is the mean over its copies (1 is
-    # dense training). null: 0.5 where the router chooses in each slice, else 0
+    # dense training). null: 0.5 if the router chooses in each slice and
+    # the copies began equal, else 0
     share: float | None = None
     # also for copies: share of each expert's distance to the mean of its copies that the end of a run removes. null:
-    # 0.3 where the router chooses in each slice, else 0
+    # 0.3 if the router chooses in each slice and the copies began equal, else 0
     shrink: float | None = None
     # skip a step whose loss or gradient norm is this many standard deviations above the mean; 0: never
     spike_sigma: float = 0.0
@@ -100,7 +101,10 @@ def settled(config: OptimConfig, moe: MoESpec | None) -> OptimConfig:
                 f"optim.{name} is {getattr(config, name)}, but no expert of this model is a copy of "
                 "another one; leave it out"
             )
-    share, shrink, router_lr = (0.5, 0.3, 0.3) if moe is not None and moe.choice == "each-slice" else (0.0, 0.0, 1.0)
+    chooses = moe is not None and moe.choice == "each-slice"
+    # copies that a method made different on purpose are not pulled together
+    share, shrink = (0.5, 0.3) if chooses and moe is not None and moe.equal else (0.0, 0.0)
+    router_lr = 0.3 if chooses else 1.0
     return replace(
         config,
         share=share if config.share is None else config.share,

@@ -272,8 +272,7 @@ class MoESpec:
     order: Order = "softmax-then-topk"
     # any: choose the best top_k of all experts | each-slice: choose the best top_k / granularity copies of each slice
     choice: Choice = "any"
-    # Experts form `groups` equal groups of neighbours, and only the group_top_k best groups are considered. The score
-    # of
+    # Experts form `groups` equal groups of neighbours, and only the group_top_k best groups are considered. The score of
     # a group is the sum of its best two experts' scores (DeepSeek-V3).
     groups: int = 1
     group_top_k: int = 1
@@ -282,6 +281,7 @@ class MoESpec:
     output_scale: float = 1.0  # multiplies the sum of the routed experts inside the model (routed_scaling_factor)
     dtype: str = "bfloat16"
     disjoint: bool = False  # no neuron is in two experts: the experts are parts of one FFN, not copies
+    equal: bool = True  # the copies begin equal; False: the method makes them differ on purpose
     # Neurons of zeros at the end of each routed expert and of the shared expert. They change no output; `widths` and
     # `shared` count them. They make each row a multiple of 16 bytes, as grouped kernels require.
     padding: int = 0

@@ -136,6 +136,7 @@ def moe_spec(config: SizedConfig, dense: DenseSpec, method: Method) -> MoESpec:
         choice=choice,
         dtype=dtype,
         disjoint=disjoint,
+        equal=method.exact,
         padding=padding,
         shared_padding=shared_padding,
     )

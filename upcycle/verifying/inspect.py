@@ -162,10 +162,16 @@ def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator
         yield "router rows", f"equal within groups of {granularity} in {equal} of {len(names)} MoE layers"
 
 
+def method_of(config: Mapping[str, Any]) -> methods.Method | None:
+    """Return the config's method, or None if it changes the number of experts of an MoE."""
+    name, keys = config["method"]["name"], {key: value for key, value in config["method"].items() if key != "name"}
+    return None if name in grow.METHODS else methods.load(name, keys)
+
+
 def makes_no_copies(config: Mapping[str, Any]) -> bool:
     """Return True if the config's method cuts one FFN into experts, without copies."""
-    name, keys = config["method"]["name"], {key: value for key, value in config["method"].items() if key != "name"}
-    return name not in grow.METHODS and methods.load(name, keys).needs.disjoint
+    method = method_of(config)
+    return method is not None and method.needs.disjoint
 
 
 def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
@@ -188,8 +194,9 @@ def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
             f"{MANIFEST} says granularity={granularity}, but config.json says expert_slices={moe.slices}; do the two "
             "belong to the same model?"
         )
-    apart = grown or makes_no_copies(config)
-    return replace(moe, copies=moe.experts // granularity, granularity=granularity, disjoint=apart)
+    apart, method = grown or makes_no_copies(config), method_of(config)
+    copies, equal = moe.experts // granularity, method is None or method.exact
+    return replace(moe, copies=copies, granularity=granularity, disjoint=apart, equal=equal)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

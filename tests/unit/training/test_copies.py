@@ -96,6 +96,9 @@ def test_what_copies_share_is_asked_for_or_follows_from_the_router() -> None:
     free = replace(SLICES, choice="any")
     assert found(OptimConfig(), free) == found(OptimConfig(), None) == (0.0, 0.0, 1.0)
     assert found(OptimConfig(share=0.25, router_lr=2.0), free) == (0.25, 0.0, 2.0)
+    apart = replace(SLICES, equal=False)  # noise, drop, branch_train_mix: the copies differ on purpose
+    assert found(OptimConfig(), apart) == (0.0, 0.0, 0.3)
+    assert found(OptimConfig(share=0.25), apart) == (0.25, 0.0, 0.3)
     by_name = OptimConfig(groups=({"match": "router", "lr": 0.7},))
     assert found(by_name, SLICES) == (0.5, 0.3, 0.7)
     slots = Optimizer(OptimConfig(), models.make("slices").named_parameters(), SLICES).slots

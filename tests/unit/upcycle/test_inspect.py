@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.parity import tiny
 from training.checkpoint.layout import opened
+from training.optim.config import OptimConfig, settled
 from upcycle.__main__ import main
 from upcycle.arch.spec import MoESpec
 from upcycle.verifying.inspect import describe
@@ -56,6 +57,15 @@ def test_nothing_is_said_where_experts_are_no_slices_or_nobody_knows(tmp_path: P
         describe(virtual)
     (virtual / "upcycle.json").unlink()
     assert "router rows" not in describe(virtual)
+
+
+@pytest.mark.parametrize(("method", "equal"), [("virtual_group", True), ("noise", False), ("drop", False)])
+def test_a_folder_says_whether_its_copies_began_equal(tmp_path: Path, method: str, equal: bool) -> None:
+    folder = converted(tmp_path, f"method.name={method}", "router.choice=each-slice", "target=upcycled")
+    with opened(folder) as origin:
+        assert isinstance(origin.spec, MoESpec) and origin.spec.equal is equal
+        settings = settled(OptimConfig(), origin.spec)
+    assert (settings.share, settings.shrink) == ((0.5, 0.3) if equal else (0.0, 0.0))
 
 
 def test_a_choice_in_each_slice_is_whole_and_its_slices_are_the_models(tmp_path: Path) -> None:
