@@ -73,7 +73,9 @@ def judge(source: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow
             f"another output, or write resume.allow=[{','.join(dict.fromkeys(refused.values()))}] ({what})"
         )
     if found and warn:
-        warnings.warn(f"goes on from {source} with other settings: {listed(list(told.values()))}", stacklevel=2)
+        warnings.warn(
+            f"this run continues from {source} with other settings: {listed(list(told.values()))}", stacklevel=2
+        )
 
 
 def refusing(key: str) -> str:
