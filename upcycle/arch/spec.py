@@ -272,8 +272,8 @@ class MoESpec:
     order: Order = "softmax-then-topk"
     # any: choose the best top_k of all experts | each-slice: choose the best top_k / granularity copies of each slice
     choice: Choice = "any"
-    # Experts form `groups` equal groups of neighbours, and only the group_top_k best groups are considered. The score of
-    # a group is the sum of its best two experts' scores (DeepSeek-V3).
+    # Experts form `groups` equal groups of neighbours, and only the group_top_k best groups are considered. The score
+    # of a group is the sum of its best two experts' scores (DeepSeek-V3).
     groups: int = 1
     group_top_k: int = 1
     router_offset: bool = False  # the router's logits have a bias, which is trained like the router's rows
