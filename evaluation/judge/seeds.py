@@ -57,6 +57,24 @@ def paired(differences: Sequence[float], grain: float = 0.0) -> Paired:
     return Paired(seeds, mean, mean - reach, mean + reach, p)
 
 
+def outside(found: Paired, margin: float) -> float | None:
+    """Return the p of two one-sided t-tests that the true difference is at least `margin`; None without an interval."""
+    if found.high is None:
+        return None
+    freedom, room = found.seeds - 1, margin - abs(found.mean)
+    error = (found.high - found.mean) / student(freedom)
+    if not error:
+        return float(room <= 0)
+    tail = (1 - inside(abs(room) / error, freedom)) / 2
+    return tail if room > 0 else 1 - tail
+
+
+def check_margin(key: str, margin: object) -> None:
+    """Raise a ValueError unless the margin of an equivalence is a number above 0."""
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 < margin < math.inf:
+        raise ValueError(f"{key} is {margin!r}; write a margin above 0, for instance 0.005")
+
+
 def together(found: Sequence[Paired], marks: Sequence[Hashable] = (), primary: Hashable | None = None) -> list[Paired]:
     """Correct each difference by Holm's method for the others in its family.
 

@@ -54,6 +54,15 @@ def judgement(found: Paired, form: Form = signed, higher_is_better: bool = False
     return f"{interval(found, form)}, {sureness(found)}: {verdict}" if found.low is not None else verdict
 
 
+def equivalence(found: Paired, margin: float) -> str:
+    """Say whether a difference is shown to be smaller than a margin that was named beforehand."""
+    p = outside(found, margin)
+    if p is None:
+        return f"equivalent within {margin:g}: no verdict, that needs {LEAST} seeds"
+    said = "equivalent" if p <= 1 - LEVEL else "not shown to be equivalent"
+    return f"{said} within {margin:g} (p {p_text(p)}, two one-sided tests)"
+
+
 def midway(names: Sequence[str]) -> str:
     """Explain that these runs' losses were read before the end of their schedules."""
     return (

@@ -65,7 +65,8 @@ def tiles(judged: Judged) -> list[Tile]:
 
 def judgement(c: Contrast) -> str:
     """Write the interval over seeds and the verdict, and warn if the quantity that should be equal is not."""
-    return words.judgement(c.difference, partial(signed, metric=c.unit), c.higher_is_better) + uneven(c)
+    alike = "" if c.margin is None else f"; {words.equivalence(c.difference, c.margin)}"
+    return words.judgement(c.difference, partial(signed, metric=c.unit), c.higher_is_better) + alike + uneven(c)
 
 
 def uneven(c: Contrast) -> str:

@@ -47,6 +47,7 @@ class Contrast:
     other: float  # the same for `against`
     difference: Paired
     ratio: float  # ratio of the equal quantity: the arm's to the other's
+    margin: float | None = None  # the study asks whether the arms are equivalent within this margin
 
     @property
     def verdict(self) -> str:
@@ -189,7 +190,7 @@ def contrasts(plan: Plan, arms: Arms, of: Figure, values: Mapping[str, Values]) 
         difference = paired([a - b for a, b in pairs.values()], of.grain)
         yield Contrast(
             question, of.what, of.unit, of.headline, of.higher_is_better, arm, against, tuple(pairs), a, b, difference,
-            ours / theirs if theirs else math.nan,
+            ours / theirs if theirs else math.nan, plan.margins.get(of.what),
         )  # fmt: skip
 
 

@@ -61,6 +61,9 @@ class StudyConfig:
     # the one comparison whose p is not corrected, named before training: {arm: ARM, at: tokens | flops | seconds,
     # mean: a name of `means`}; {}: correct all
     primary: Any = field(default_factory=dict)
+    # name of a mean or a validation set: a margin in nats, named before training; arms are equivalent if two one-sided
+    # t-tests show a smaller difference
+    equivalent: Any = field(default_factory=dict)
     suites: tuple[Any, ...] = ()  # suites of `upcycle eval`, before and after training: names, or keys with `suite`
     timing: int = 30  # steps of the run that measures an arm's speed, for match: seconds
     workers: int = 1  # runs at once
@@ -71,7 +74,7 @@ class StudyConfig:
     judge: bool = False  # only make the page from the runs so far; works while the study runs
 
     def __post_init__(self) -> None:
-        values = {name: getattr(self, name) for name in ("sample", "base", "arms", "means", "primary")}
+        values = {name: getattr(self, name) for name in ("sample", "base", "arms", "means", "primary", "equivalent")}
         alike = len(set(self.seeds)) < len(self.seeds)
         wrong = {
             "output is not set; write output=FOLDER for the study's runs and its page": not self.output,
@@ -194,6 +197,9 @@ def planned(config: StudyConfig) -> Plan:
             raise ValueError(f"primary is {dict(config.primary)}; write primary={{arm: ARM, at: tokens, mean: MEAN}}")
         for key, names in known.items():
             check_name(f"primary.{key}", config.primary[key], names, "question" if key == "at" else key)
+    for name, margin in config.equivalent.items():
+        check_name("equivalent", str(name), [*means, *sets], "mean or validation set")
+        seeds.check_margin(f"equivalent.{name}", margin)
     return Plan(config, arms, control, means)
 
 
