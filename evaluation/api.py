@@ -25,12 +25,12 @@ def evaluate(suite: str, checkpoint: Name, /, **keys: Any) -> Evaluation | None:
     return run.evaluate(asked, f"evaluation.evaluate({suite!r}, {fspath(checkpoint)!r})")
 
 
-def compare(*groups: Name | Sequence[Name], cluster: str = "") -> Report:
+def compare(*groups: Name | Sequence[Name], cluster: str = "", equivalent: Mapping[str, float] | None = None) -> Report:
     """Compare each group with the first one; a group is one folder, or one folder for each seed.
 
     The folders come from `evaluate`, from lm-eval, or from training runs. print(report) shows the tables.
     """
-    return judge(paths(groups), cluster)
+    return judge(paths(groups), cluster, equivalent)
 
 
 def routing(checkpoint: Name, texts: Sequence[Name], /, **keys: Any) -> dict[str, Any]:

@@ -23,6 +23,9 @@ All runs must have the same items. With one run each, the items that flipped are
 the curves. If that point is before the end of a schedule, the loss is called interpolated, because a schedule that ends
 there would be lower; `upcycle study` (match: flops) trains such an arm.
 
+No verdict above means "not worse". `equivalent={law: 0.005}` tests that: is the difference smaller than a margin that
+you name before you look?
+
 keys, with defaults and meaning: docs/config.md
 """
 
@@ -30,8 +33,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from upcycle.cli import frame
 
@@ -39,6 +43,9 @@ from upcycle.cli import frame
 @dataclass(frozen=True)
 class CompareConfig:
     output: str = ""  # a JSON file to write
+    # a row's name: a margin; two one-sided t-tests over seeds say whether B is equivalent to A. {law: 0.005} is in nats
+    # for a validation set, {mmlu: 0.01} a share of right answers
+    equivalent: Any = field(default_factory=dict)
     cluster: str = (
         ""  # a key of documents (file, passage, ...) whose items count as one; "": the first key in the samples
     )
@@ -55,7 +62,7 @@ def main(words: Sequence[str]) -> int:
     config = read(CompareConfig, "", keys)
     if config.output:
         check_own(Path(config.output), rb'\A\{\n "comparisons"', "upcycle compare")
-    found = compare(*group_words(names), cluster=config.cluster)
+    found = compare(*group_words(names), cluster=config.cluster, equivalent=config.equivalent)
     print(found)
     if config.output:
         write_atomic(Path(config.output), (json.dumps(found.json(), indent=1, allow_nan=False) + "\n").encode())

@@ -8,15 +8,16 @@ another, and losses (means of all sets) as a third. The interval over items is a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from evaluation.judge import logged, noise, words
 from evaluation.judge.losses import Losses, compare_losses
 from evaluation.judge.runs import read_runs
-from evaluation.judge.seeds import LEAST
+from evaluation.judge.seeds import LEAST, Paired, check_margin, paired
 from evaluation.judge.suites import Comparison, Name, check_groups, compare_suites
 from evaluation.judge.words import is_share, number, p_text, signed
 from training.observe import plots
@@ -30,15 +31,35 @@ class Report:
 
     comparisons: tuple[Comparison, ...] = ()  # comparisons of suites, each of another group with the first
     losses: Losses | None = None  # of trainings
+    equivalent: Mapping[str, float] = field(default_factory=dict)  # margins of equivalence, named before comparing
 
     def __str__(self) -> str:
         texts = ["\n\n".join(map(table, self.comparisons))] if self.comparisons else []
-        return "\n".join(texts + ([loss_table(self.losses)] if self.losses else []))
+        texts += [loss_table(self.losses)] if self.losses else []
+        alike = [f"{inert(what)}, {inert(name)}: {said}" for what, name, said in self.equivalences()]
+        return "\n".join(texts + (["\nEquivalence\n", *alike] if alike else []))
+
+    def equivalences(self) -> Iterator[tuple[str, str, str]]:
+        """Yield (what is compared, group, verdict) for each margin."""
+        for what, margin in self.equivalent.items():
+            for name, found, form in self.named(what):
+                yield what, name, f"{form(found.mean)}, {words.equivalence(found, margin)}"
+
+    def named(self, what: str) -> Iterator[tuple[str, Paired, words.Form]]:
+        """Yield (group, difference, format) of a suite's task or group, or of a validation set at equal tokens."""
+        for comparison in self.comparisons:
+            for d in comparison.differences:
+                if what in (d.name, d.title):
+                    yield comparison.b.name, d.paired, partial(signed, metric=d.metric)
+        for name, rows in (self.losses.at_equal_tokens if self.losses else {}).items():
+            yield from ((name, paired(row.by_seed), signed) for row in rows if row.domain == what)
 
     def json(self) -> dict[str, Any]:
         """Return the figures as strict JSON, with null for nan and infinity."""
         figures = {"comparisons": [*map(asdict, self.comparisons)]} if self.comparisons else {}
-        found: dict[str, Any] = plain(figures | ({"losses": asdict(self.losses)} if self.losses else {}))
+        figures |= {"losses": asdict(self.losses)} if self.losses else {}
+        figures |= {"equivalences": [*self.equivalences()]} if self.equivalent else {}
+        found: dict[str, Any] = plain(figures)
         return found
 
 
@@ -47,10 +68,13 @@ def trained_run(folder: Name) -> bool:
     return (Path(folder) / METRICS).is_file()
 
 
-def compare(groups: Sequence[Name | Sequence[Name]], cluster: str = "") -> Report:
+def compare(
+    groups: Sequence[Name | Sequence[Name]], cluster: str = "", equivalent: Mapping[str, float] | None = None
+) -> Report:
     """Compare every other group of runs with the first; pair their runs in order.
 
-    A folder is a group with one run. `cluster` names a key of documents whose items count as one.
+    A folder is a group with one run. `cluster` names a key of documents whose items count as one. `equivalent` holds
+    margins by the title of a task or group, or by validation set.
     """
     named = as_groups(groups)
     folders = [folder for group in named for folder in group]
@@ -71,7 +95,12 @@ def compare(groups: Sequence[Name | Sequence[Name]], cluster: str = "") -> Repor
             "lm-eval, or of training runs"
         )
     comparisons = tuple(compare_suites(named, cluster)) if answered else ()
-    return Report(comparisons, compare_losses(read_runs(named)) if trained else None)
+    report = Report(comparisons, compare_losses(read_runs(named)) if trained else None, equivalent or {})
+    for what, margin in report.equivalent.items():
+        check_margin(f"equivalent.{what}", margin)
+        if not any(True for _ in report.named(what)):
+            raise ValueError(f"equivalent names {what!r}, and nothing of that name is compared; write a row's name")
+    return report
 
 
 def as_groups(groups: Sequence[Name | Sequence[Name]]) -> list[list[Name]]:

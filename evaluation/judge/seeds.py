@@ -58,7 +58,7 @@ def paired(differences: Sequence[float], grain: float = 0.0) -> Paired:
 
 
 def outside(found: Paired, margin: float) -> float | None:
-    """Return the p of two one-sided t-tests that the true difference is at least `margin`; None without an interval."""
+    """Return the p of two one-sided t-tests against a difference of at least `margin`; None without an interval."""
     if found.high is None:
         return None
     freedom, room = found.seeds - 1, margin - abs(found.mean)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from evaluation.judge.seeds import Paired
+from evaluation.judge.seeds import LEAST, LEVEL, Paired, outside
 
 WIDTH = 60  # characters that are shown of an answer
 Form = Callable[[float], str]

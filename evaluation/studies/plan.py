@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import yaml
 from omegaconf import OmegaConf
 
+from evaluation.judge.seeds import check_margin
 from evaluation.studies.sample import SampleConfig
 from training.config.resume import QUIET, flat
 from training.config.schema import TrainConfig
@@ -150,6 +151,10 @@ class Plan:
     means: Mapping[str, tuple[str, ...]]
 
     @property
+    def margins(self) -> dict[str, float]:
+        return {str(name): float(margin) for name, margin in self.config.equivalent.items()}
+
+    @property
     def folder(self) -> Path:
         return Path(self.config.output)
 
@@ -198,8 +203,9 @@ def planned(config: StudyConfig) -> Plan:
         for key, names in known.items():
             check_name(f"primary.{key}", config.primary[key], names, "question" if key == "at" else key)
     for name, margin in config.equivalent.items():
-        check_name("equivalent", str(name), [*means, *sets], "mean or validation set")
-        seeds.check_margin(f"equivalent.{name}", margin)
+        shown = [*means, *(valid for valid in sets if (valid,) not in means.values())]
+        check_name("equivalent", str(name), shown, "mean or validation set")
+        check_margin(f"equivalent.{name}", margin)
     return Plan(config, arms, control, means)
 
 

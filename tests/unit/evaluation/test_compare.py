@@ -308,7 +308,7 @@ def test_groups_that_cannot_be_paired_are_refused(two: tuple[Path, Path], tmp_pa
         "are not all of one kind": [two[0], run],
         r"^\S*nowhere: there is no such folder": [two[0], tmp_path / "nowhere"],
         "compare needs two runs or more": [run],
-        r"run and law have no validation set in common \(code; law\)": [run, law],
+        r"run and law share no validation set \(code; law\)": [run, law],
     }
     for sentence, groups in cases.items():
         with pytest.raises(ValueError, match=sentence):
@@ -423,6 +423,21 @@ def test_losses_of_seeds_have_an_interval(tmp_path: Path) -> None:
     said = found.verdict("tokens", "b0, b1, b2"), found.verdict("FLOPs", "c0, c1, c2")
     assert [one.endswith(end) for one, end in zip(said, both, strict=True)] == [True, True]
     assert "95 % interval over 3 seeds -0.51" in loss_table(found)
+
+
+def test_equivalence_is_claimed_within_a_margin_and_not_from_a_null(tmp_path: Path) -> None:
+    a, b, c = logs(tmp_path, {"a": (3.0, 3.1, 2.9), "b": (3.001, 3.102, 2.9), "c": (3.05, 3.06, 2.9)})
+    found = compare([a, b, c], equivalent={"code": 0.01})
+    near, far = (said for _, _, said in found.equivalences())
+    assert near.startswith(
+        "+0.0010, equivalent within 0.01 (p 0.00"
+    ) and "code, b0, b1, b2: +0.0010, equivalent" in str(found)
+    assert "not shown to be equivalent within 0.01" in far  # no difference is shown either
+    assert [each[0] for each in found.json()["equivalences"]] == ["code", "code"]
+    alone = compare([a[:1], b[:1]], equivalent={"code": 0.01})
+    assert "no verdict, that needs 3 seeds" in str(alone)
+    with pytest.raises(ValueError, match="equivalent names 'y', and nothing of that name is compared"):
+        compare([a, b], equivalent={"y": 0.01})
 
 
 def test_losses_are_judged_together(tmp_path: Path) -> None:

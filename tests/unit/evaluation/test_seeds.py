@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from statistics import stdev
@@ -11,7 +12,7 @@ import pytest
 from scipy import stats
 
 from evaluation.judge import noise
-from evaluation.judge.seeds import LEAST, holm, paired, student, together
+from evaluation.judge.seeds import LEAST, check_margin, holm, outside, paired, student, together
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 9, 30, 199])
@@ -140,3 +141,23 @@ def test_as_many_seeds_as_are_named_show_a_difference_four_times_in_five() -> No
             fewer = sum(paired(list(each)).verdict(True) == "better" for each in drawn[:1000, :-1]) / 1000
             assert fewer < 0.83, (ratio, count, fewer)
     assert noise.seeds(100.0) == LEAST and noise.seeds(0.01) == noise.seeds(0.0) == 0
+
+
+def test_equivalence_is_two_one_sided_tests() -> None:
+    """Compare p with scipy's t-tests; of studies whose true difference is the margin, 5 % may claim equivalence."""
+    differences = [0.0012, -0.0006, 0.0021, 0.0003, 0.0009]
+    for margin in (0.0005, 0.002, 0.005):
+        low = stats.ttest_1samp(differences, -margin, alternative="greater").pvalue
+        high = stats.ttest_1samp(differences, margin, alternative="less").pvalue
+        assert outside(paired(differences), margin) == pytest.approx(max(low, high), abs=1e-9)
+    assert outside(paired(differences[:2]), 0.005) is None
+    assert outside(paired([0.001] * 3), 0.005) == 0 and outside(paired([0.01] * 3), 0.005) == 1
+    rng = np.random.default_rng(2611)
+    p = [outside(paired([float(x) for x in rng.normal(0.005, 0.002, 5)]), 0.005) for _ in range(2000)]
+    assert sum(each is not None and each <= 0.05 for each in p) / len(p) < 0.065
+
+
+@pytest.mark.parametrize("margin", [0, -0.1, math.nan, math.inf, "x", True, None])
+def test_a_margin_is_a_number_above_zero(margin: object) -> None:
+    with pytest.raises(ValueError, match=r"equivalent\.law is .*; write a margin above 0"):
+        check_margin("equivalent.law", margin)

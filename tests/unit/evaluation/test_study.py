@@ -22,7 +22,7 @@ import yaml
 from evaluation.__main__ import main as evaluate
 from evaluation.judge.results import Evaluation, Item, Model, Task
 from evaluation.judge.seeds import paired
-from evaluation.show.study import sentences, tiles
+from evaluation.show.study import judgement, sentences, tiles
 from evaluation.studies import lengths, study
 from evaluation.studies.judging import LOSS, Contrast, Judged, corrected, judge, outcome
 from evaluation.studies.lengths import timed
@@ -138,6 +138,8 @@ def test_an_upcycle_config_by_name_has_its_keys_and_a_seed(tmp_path: Path) -> No
             "primary.arm is 'mow', and there is no such arm (dense, moe, long)",
         ),
         ("primary={arm: moe, at: token, mean: in}", "primary.at is 'token', and there is no such question"),
+        ("equivalent={la: 0.1}", "equivalent is 'la', and there is no such mean or validation set"),
+        ("equivalent={in: 0}", "equivalent.in is 0; write a margin above 0"),
         ("primary={arm: moe}", "write primary={arm: ARM, at: tokens, mean: MEAN}"),
         ("tokens=x", "unknown key 'tokens'; write data, and ${data} where a config says ${tokens}"),
         ("base.data.valid=[]", "base.data.valid names no validation set"),
@@ -412,6 +414,18 @@ def test_one_rule_corrects_all_but_what_was_named(tmp_path: Path) -> None:
     none = dict.fromkeys(("moe", "third"), "no difference shown")
     assert verdicts() == none
     assert verdicts(primary={"arm": "moe", "at": "tokens", "mean": "in"}) == none | {"moe": "better"}
+
+
+def test_arms_are_equivalent_only_within_a_margin_that_the_study_named(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, equivalent={"in": 0.05, "x": 0.0001})
+    for seed, noise in ((0, 0.002), (1, -0.003), (2, 0.001)):
+        for arm, more in (("dense", 0.0), ("moe", noise)):
+            ran(plan, arm, seed, 2.0 + more, 2.0 + more, 3.0 + more)
+    judged = judge(plan)
+    near, far = (judgement(told(judged, "tokens", what, "moe")) for what in ("in", "x"))
+    assert "no difference shown; equivalent within 0.05 (p " in near
+    assert "no difference shown; not shown to be equivalent within 0.0001" in far
+    assert all("equivalent" not in judgement(c) for c in judged.contrasts if c.what not in ("in", "x"))
 
 
 def test_a_null_study_calls_an_arm_better_at_most_one_time_in_twenty() -> None:
