@@ -137,7 +137,7 @@ def measure(command: Sequence[str], log: Path) -> Measured:
 
 def python(call: str) -> list[str]:
     """Return the command that calls a function of this module in its own process."""
-    return [sys.executable, "-c", f"from pathlib import Path; from upcycle import bench; bench.{call}"]
+    return [sys.executable, "-c", f"from pathlib import Path; from benchmarks import converting; converting.{call}"]
 
 
 def bench(options: BenchConfig, folder: Path) -> dict[str, Any]:

@@ -278,7 +278,6 @@ MISSED = {
     "all on FSDP, the first in its process, never steady",
 }  # fmt: skip
 WITHIN = {"own": 0.10, "calibration": 0.10, "check": 0.15}
-HEAD = ("measured on", "tokens/s of a GPU", "predicted", "error", "used for")
 
 
 @lru_cache
