@@ -56,7 +56,7 @@ class Report:
 
     def json(self) -> dict[str, Any]:
         """Return the figures as strict JSON, with null for nan and infinity."""
-        figures = {"comparisons": [*map(asdict, self.comparisons)]} if self.comparisons else {}
+        figures: dict[str, Any] = {"comparisons": [*map(asdict, self.comparisons)]} if self.comparisons else {}
         figures |= {"losses": asdict(self.losses)} if self.losses else {}
         figures |= {"equivalences": [*self.equivalences()]} if self.equivalent else {}
         found: dict[str, Any] = plain(figures)
