@@ -23,7 +23,7 @@ from training.model.lora import LoraConfig, attach
 from training.model.loss import COPIES, LOGITS, TAUGHT
 from training.model.recompute import MOVES
 from training.model.stock.model import LAYER, dense_of, model_of
-from training.optim.slots import learning, multiplier
+from training.optim.slots import MOMENTS, learning, multiplier, rule_of
 from training.parallel.mesh import MeshConfig, grids
 from training.parallel.pipeline import cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim
@@ -31,7 +31,6 @@ from training.run.parts import held_in
 from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
 
 MASTER = 4  # bytes of a float32 weight, and of a summed gradient
-MOMENTS = {"adamw": 2, "muon": 1}
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Parameter(NamedTuple):
     rule: Rule
     shape: tuple[int, ...]
     learns: bool  # whether it learns in this stage
-    kept: bool  # whether it has moments, because it learns in any stage
+    moments: int  # numbers of the optimizer's state for a weight; 0 if it learns in no stage
     held: int  # bytes of one weight
 
     def divided(self, sizes: Mapping[str, int]) -> tuple[int, int, int, bool]:
@@ -118,7 +117,8 @@ class Model:
                 layer = of_layer[2] if of_layer else ""
                 placed = rule(name, model.dense)
                 held = MASTER if name in kept or placed.exact else self.narrow
-                each = Parameter(placed, tuple(parameter.shape), name in learned, name in kept, held)
+                moments = MOMENTS[rule_of(self.optim, name, parameter.shape)] if name in kept else 0
+                each = Parameter(placed, tuple(parameter.shape), name in learned, moments, held)
                 found[layer] = (*found.get(layer, ()), each)
             self.parts[part] = Counter(self.number((layer != "", unit)) for layer, unit in found.items())
         return self.parts[part]
@@ -130,10 +130,11 @@ class Model:
 
 
 class Share(NamedTuple):
-    """Hold the bytes of one unit on a rank; `kept` is a number of weights, not bytes."""
+    """Hold the bytes of one unit on a rank; `kept` and `moments` are numbers, not bytes."""
 
     weights: int = 0
     kept: int = 0  # how many weights have moments
+    moments: int = 0  # how many moments they have
     gradients: int = 0
     late: int = 0  # bytes of gradients that only the last backward allocates
     resident: int = 0  # copies in the compute dtype that stay for the backward
@@ -191,13 +192,14 @@ def of_teacher(teacher: Model, config: TrainConfig, sizes: Mapping[str, int]) ->
 def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str, int], count: int) -> Share:
     """Return the Share of one unit; `count` is the number of micro-batches in a step."""
     mesh, narrow = config.mesh, BYTES[config.model.computes()]
-    weights = with_moments = gradients = late = resident = passing = 0
+    weights = with_moments = all_moments = gradients = late = resident = passing = 0
     summed: Counter[Rule] = Counter()
     for parameter in unit:
-        placed, _, learns, kept, held = parameter
+        placed, _, learns, moments, held = parameter
         whole, shard, ranks, fsdp = parameter.divided(sizes)
         weights += shard * held
-        with_moments += shard * kept
+        with_moments += shard * (moments > 0)
+        all_moments += shard * moments
         gathered = shard * ranks  # padding included, if the ranks do not divide the dimension
         apart = placed.kind == "experts" and not fsdp and narrow < held  # see LocalExperts
         # torch's pipelines sum gradients and free weights once a step, with any mesh.reshard
@@ -215,7 +217,8 @@ def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str,
             passing += gathered * computed
         elif fsdp or computed != held:  # the copy in the compute dtype stays for the backward
             resident += gathered * computed
-    return Share(weights, with_moments, gradients, late, resident, passing, max(summed.values(), default=0))
+    most = max(summed.values(), default=0)
+    return Share(weights, with_moments, all_moments, gradients, late, resident, passing, most)
 
 
 def of_rank(
@@ -235,7 +238,7 @@ def of_rank(
     total = Share(*(sum(each[i] * often for each, often in units) for i in range(len(Share._fields))))
     most_summed = max(each.summed for each, _ in units)
     buffers = total.resident + 3 * max(each.passing for each, _ in units) + most_summed
-    moments = total.kept * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
+    moments = total.moments * BYTES[config.optim.moments]
     moments += total.kept * MASTER * (model.all[-1].average > 0)  # the mean of the last steps' weights
     moments += total.kept * MASTER * 2 * config.islands.asked  # the server's weights, and changes not yet sent to it
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)

@@ -31,6 +31,7 @@ from statistics import NormalDist
 from training.config.schema import TrainConfig
 from training.dispatch import DEFAULT, Capabilities, capabilities
 from training.estimating.hardware import Hardware, Link, attention_rates, rates
+from training.optim.slots import MOMENTS
 from training.parallel.mesh import grids
 from training.parallel.pipeline import cut, stages
 from training.run.record import MOST, hindrance
@@ -413,10 +414,11 @@ class Clock:
         gathers = 1 if self.weights_once else 2 * self.count
         found: Parts = defaultdict(float)
         sums: Parts = defaultdict(float)
-        shards = 0.0
+        shards = moments = 0.0
         for parameters, ranks, stride, width, units, copies, place in kinds:
             shard = parameters / ranks
             shards += shard
+            moments += shard * MOMENTS["adamw" if place in ("small", "ends") else self.config.optim.name]
             if not parameters:
                 continue
             found["memory"] += self.passing(self.kept(parameters, ranks, width, gathers, times))
@@ -436,12 +438,12 @@ class Clock:
         found["exposed"] += sums["ends"] + sums["attention"] + max(0.0, sums["ffn"] - times * under)
         found["exposed"] += 2 * found["gathers"] / max(2, layers)
         if not self.blocks:
-            moments = {"adamw": 2, "muon": 1}[self.config.optim.name] * BYTES[self.config.optim.moments]
             single = self.count == 1 and size["edp_shard"] == 1 and routed > shards / 2
             gradients = self.narrow if single else 4
-            mixed = min(gradients, BYTES[self.config.optim.moments]) < 4  # then a kernel of ours updates the weights
-            update = (8 + 2 * moments + gradients) * (1 if mixed else FUSED)
-            found["optimizer"] = self.passing(shards * (update + gradients))
+            held = BYTES[self.config.optim.moments]
+            mixed = min(gradients, held) < 4  # then a kernel of ours updates the weights
+            update = (shards * (8 + gradients) + 2 * moments * held) * (1 if mixed else FUSED)
+            found["optimizer"] = self.passing(update + shards * gradients)
         return found
 
     def kept(self, parameters: float, ranks: int, width: float, gathers: int, times: int) -> float:

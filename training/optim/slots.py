@@ -14,6 +14,7 @@ from training.optim.config import OptimConfig
 from training.parallel.collectives import local
 from upcycle.plugin import nearest
 
+MOMENTS = {"adamw": 2, "muon": 1}  # numbers that each rule keeps for a weight
 # words in the names of parameters outside of layers, in our models and in transformers'
 OUTSIDE = {"embed", "head", "embed_tokens", "embeddings", "wte", "lm_head"}
 
@@ -40,20 +41,29 @@ class Slot:
         return self.parameter.grad
 
 
+def is_vector(name: str, shape: Sequence[int]) -> bool:
+    """Return whether a parameter is not a matrix, by its meaning: a norm, a bias or the like."""
+    words = name.split(".")
+    vector = len(shape) < 2 or words[-1].endswith("bias") or any(word.endswith("norm") for word in words)
+    return vector or words[-1] == "A_log"  # the decay of a state-space model, with a row for each channel
+
+
+def rule_of(config: OptimConfig, name: str, shape: Sequence[int]) -> str:
+    """Return the rule that updates a parameter: muon for matrices inside layers if the config says so, else adamw."""
+    inside = not ({"router"} | OUTSIDE) & set(name.split("."))
+    # a shared expert's gate is a matrix of one row, which Muon cannot orthogonalise
+    matrix = inside and not is_vector(name, shape) and min(shape[-2:]) > 1
+    return "muon" if config.name == "muon" and matrix else "adamw"
+
+
 def make_slot(config: OptimConfig, name: str, parameter: nn.Parameter, state: dict[str, Tensor]) -> Slot:
     """Return how a parameter is updated."""
-    words = name.split(".")
-    router, outside = "router" in words, bool(OUTSIDE & set(words))
-    vector = parameter.ndim < 2 or words[-1].endswith("bias") or any(word.endswith("norm") for word in words)
-    vector = vector or words[-1] == "A_log"  # the decay of a state-space model, with a row for each channel
-    decay = config.weight_decay if not vector and (config.router_decay or not router) else 0.0
+    router = "router" in name.split(".")
+    decay = config.weight_decay if not is_vector(name, parameter.shape) and (config.router_decay or not router) else 0.0
     for group in config.groups:
         if group.decay is not None and group.holds(name):
             decay = group.decay
-    # a shared expert's gate is a matrix of one row, which Muon cannot orthogonalise
-    matrix = not (vector or router or outside) and min(parameter.shape[-2:]) > 1
-    rule = "muon" if config.name == "muon" and matrix else "adamw"
-    return Slot(name, parameter, rule, decay, multiplier(config, name), state)
+    return Slot(name, parameter, rule_of(config, name, parameter.shape), decay, multiplier(config, name), state)
 
 
 def multiplier(config: OptimConfig, name: str) -> float:

@@ -386,6 +386,10 @@ class MoE:
         name = re.compile(rf".*layers\.([0-9]+)\.{re.escape(f'{self.pair.block}.{self.pair.router}')}")
         return dict(sorted((int(found[1]), found[0]) for found in map(name.fullmatch, entries) if found))
 
+    def forced(self, moe: MoESpec) -> int:
+        """Return the zero neurons of the shared expert that each MoE layer must have although the model has none."""
+        return 0 if moe.shared else self.pair.least(moe)
+
     def notes(self, moe: MoESpec) -> list[str]:
         pair, carried = self.pair, moe.dense.carried
         assert carried is not None
@@ -396,7 +400,7 @@ class MoE:
             else f"plan, convert and verify support {pair.moe}; training and our own evaluation do not: use other tools"
         )
         mtp = "the layers for multi-token prediction (mtp.) are copied and stay dense; transformers ignores them"
-        found = common.notes(moe, pair.can, {}, pair.least(moe))
+        found = common.notes(moe, pair.can, {}, self.forced(moe))
         return [sentence, *found, *([mtp] if any(name.startswith("mtp.") for name in carried.tensors) else [])]
 
 

@@ -55,13 +55,11 @@ def as_json(plan: Any, *, tensors: bool) -> dict[str, Any]:
     from upcycle.converting import card
     from upcycle.planning import size
 
-    flops = {
-        "moe": size.moe_flops(plan.moe, plan.config.sequence, gated=plan.gated),
-        "dense": size.dense_flops(plan.dense, plan.config.sequence),
-    }
+    flops, zeros = plan.flops()
+    per_token = {"moe": flops, "zeros": zeros, "dense": size.dense_flops(plan.dense, plan.config.sequence)}
     found = {
         "plan": plan.hash, "target": plan.target, "why": plan.why, "promise": asdict(plan.promise),
-        "parameters": asdict(plan.sizes), "flops_per_token": flops, "bytes": plan.bytes, "files": len(plan.shards),
+        "parameters": asdict(plan.sizes), "flops_per_token": per_token, "bytes": plan.bytes, "files": len(plan.shards),
         "config": card.settings(plan), "config.json": plan.hf_config,
         "runs_on": engines.sentence(plan.target, plan.hf_config), "notes": plan.notes, "warnings": plan.warnings,
         "dropped": dict(plan.dropped),

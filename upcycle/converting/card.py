@@ -111,8 +111,10 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
         f"{human(s.total)} total, {human(s.active)} active ({s.total / s.dense:.2f}x and "
         f"{s.active / s.dense:.2f}x the {'source' if plan.grown else 'dense'} {human(s.dense)})",
     )
-    flops, dense_flops = size.moe_flops(moe, config.sequence, gated=plan.gated), size.dense_flops(d, config.sequence)
-    beside = "" if plan.grown else f" (dense {human(dense_flops, 'FLOP')})"
+    flops, zeros = plan.flops()
+    beside = "" if plan.grown else f" (dense {human(size.dense_flops(d, config.sequence), 'FLOP')})"
+    if zeros:
+        beside += f"; {human(zeros, 'FLOP')} of them are zeros, because this target always computes a shared expert"
     yield (
         "FLOPs/token",
         f"{human(flops, 'FLOP')} forward and backward at {config.sequence} tokens{beside}",

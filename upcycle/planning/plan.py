@@ -71,6 +71,15 @@ class UpcyclePlan:
         """Return True if the target's experts have a gate: the donor's own, or a copy of `up`."""
         return self.dense.gated or relu2_as_gated(self.moe, target(self.target).can)
 
+    def flops(self) -> tuple[float, float]:
+        """Return the FLOPs per token of the model that is written, and how many of them a shared expert of zeros takes.
+
+        Some targets always compute a shared expert."""
+        least = size.moe_flops(self.moe, self.config.sequence, gated=self.gated)
+        forced = target(self.target).forced(self.moe)
+        whole = size.moe_flops(self.moe, self.config.sequence, gated=self.gated, forced=forced)
+        return whole, whole - least
+
     def factors(self, layer: int) -> dict[str, float]:
         """Return the factor of each matrix of this layer's routed experts."""
         mass = self.observed.get(f"layers.{layer}.mass")

@@ -72,7 +72,8 @@ def dense_flops(d: DenseSpec, sequence: int) -> float:
     return flops_per_token(d, matrix_weights(d, [d.ffn] * d.layers, gated=d.gated), sequence)
 
 
-def moe_flops(moe: MoESpec, sequence: int, *, gated: bool) -> float:
-    chosen = moe.shared + sum(moe.widths) / moe.experts * moe.top_k
+def moe_flops(moe: MoESpec, sequence: int, *, gated: bool, forced: int = 0) -> float:
+    """Return the FLOPs per token of an MoE. `forced`: zero neurons in each MoE layer that its target computes too."""
+    chosen = moe.shared + forced + sum(moe.widths) / moe.experts * moe.top_k
     neurons = [chosen if layer in set(moe.layers) else moe.dense.ffn for layer in range(moe.dense.layers)]
     return flops_per_token(moe.dense, matrix_weights(moe.dense, neurons, gated=gated), sequence)

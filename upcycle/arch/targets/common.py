@@ -79,10 +79,15 @@ class Target(Native):
         """Return the config.json that transformers reads."""
         return {**base_config(moe, self.name, self.architecture, self.can), **self.keys(moe)}
 
+    def forced(self, moe: MoESpec) -> int:
+        """Return the zero neurons of the shared expert that each MoE layer must have although the model has none."""
+        return 0 if moe.shared else self.least(moe)
+
     def notes(self, moe: MoESpec) -> list[str]:
         """Return the sentences that a user should read before choosing this target."""
         tied = {"the tied head is written out: vLLM never ties this architecture": moe.dense.tied and self.unties}
-        return notes(moe, self.can, {**self.warns(moe), **tied}, self.least(moe))
+        instead = "; target=upcycled has none"
+        return notes(moe, self.can, {**self.warns(moe), **tied}, self.forced(moe), instead)
 
 
 # ---- config.json, written
@@ -258,8 +263,8 @@ def sigmoid_moe(
 # ---- notes
 
 
-def notes(moe: MoESpec, can: Abilities, more: Mapping[str, bool], least: int) -> list[str]:
-    """Return the sentences that apply: general ones, `more`, and one on a mandatory shared expert."""
+def notes(moe: MoESpec, can: Abilities, more: Mapping[str, bool], forced: int, instead: str = "") -> list[str]:
+    """Return the sentences that apply: general ones, `more`, and one on a mandatory shared expert of zeros."""
     d = moe.dense
     sentences = {
         "squared ReLU is held as relu(gate) * up with gate = up: exact, at +50 % FFN parameters": relu2_as_gated(
@@ -268,8 +273,7 @@ def notes(moe: MoESpec, can: Abilities, more: Mapping[str, bool], least: int) ->
         "vLLM runs this architecture with silu only; use transformers": d.activation != "silu",
         "vLLM drops the attention output's bias in this architecture; use transformers": d.out_bias,
         **more,
-        f"a shared expert is mandatory here: without one, {least} zero neurons a layer are written, and stay zero": (
-            least > 0 and not moe.shared
-        ),
+        f"this target always computes a shared expert: {forced} zero neurons a layer are written, and stay zero"
+        f"{instead}": forced > 0,
     }
     return [sentence for sentence, applies in sentences.items() if applies]
