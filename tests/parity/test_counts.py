@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import test_siblings
 import tiny
 import torch
-from test_targets_parity import TARGETS, first_variant, target_of
+from test_targets_parity import TARGETS, first_variant, moe_of, spec_of_variant, target_of
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -22,11 +23,15 @@ from training.model.stock.model import dense_of, model_of
 from training.optim.config import OptimConfig
 from training.optim.optimizer import Optimizer
 from upcycle.arch import siblings
+from upcycle.arch.abilities import refusals
+from upcycle.arch.registry import target
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.cli.plan import as_json
+from upcycle.config.schema import UpcycleConfig
 from upcycle.converting.card import table
 from upcycle.converting.convert import convert
 from upcycle.planning import size
+from upcycle.planning.choice import choose_target
 from upcycle.planning.plan import UpcyclePlan
 
 LENGTH = 32
@@ -84,9 +89,9 @@ def held(spec: DenseSpec | MoESpec, config: TrainConfig) -> tuple[int, int]:
     return tuple(sum(t.numel() * t.element_size() for t in ts) for ts in (model.parameters(), state))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("target", [*TARGETS, "upcycled", *siblings.MOE])
-def test_the_plan_counts_the_flops_and_bytes_of_every_target(target: str, tmp_path: Path) -> None:
-    plan, dense = made(target, tmp_path)
+@pytest.mark.parametrize("name", [*TARGETS, "upcycled", *siblings.MOE])
+def test_the_plan_counts_the_flops_and_bytes_of_every_target(name: str, tmp_path: Path) -> None:
+    plan, dense = made(name, tmp_path)
     flops, zeros = plan.flops()
     moe = plan.moe
     gates = any("shared_expert_gate" in output.name for output in plan.outputs)
@@ -96,19 +101,32 @@ def test_the_plan_counts_the_flops_and_bytes_of_every_target(target: str, tmp_pa
     if moe.dense.carried is not None:  # our count of the part that is copied is not exact; the difference is
         theirs -= counted(dense)
         mine = (flops - size.dense_flops(moe.dense, LENGTH)) / 3 + small
-    print(f"{target:18} {mine / 1e3:9.1f} {theirs / 1e3:9.1f} kFLOP, {zeros / 3e3:.1f} of them zeros")
+    print(f"{name:18} {mine / 1e3:9.1f} {theirs / 1e3:9.1f} kFLOP, {zeros / 3e3:.1f} of them zeros")
     assert mine == theirs
     assert bool(zeros) == any("always computes a shared expert" in note for note in plan.notes)
     said = next(line for line in table(plan).splitlines() if line.startswith("FLOPs/token"))
-    assert (
-        bool(zeros) == ("of them are zeros" in said)
-        and as_json(plan, tensors=False)["flops_per_token"]["zeros"] == zeros
-    )
-    if moe.dense.carried is not None and siblings.MOE[target].wrapped:
+    assert bool(zeros) == ("of them are zeros" in said)
+    assert as_json(plan, tensors=False)["flops_per_token"]["zeros"] == zeros
+    if moe.dense.carried is not None and siblings.MOE[name].wrapped:
         return  # training does not support it
     with opened(tmp_path / "moe") as origin:
         spec = origin.spec
-    same_bytes(target, spec)
+    same_bytes(name, spec)
+
+
+def test_no_target_with_a_whole_expert_of_zeros_is_chosen_if_another_one_holds_the_model() -> None:
+    """A Qwen2-MoE has 64 neurons of zeros, which real models do not notice; a GLM-4-MoE has a whole routed width."""
+    for variant in tiny.VARIANTS:
+        spec = spec_of_variant(variant)
+        for score in ("softmax", "sigmoid") if spec else ():
+            assert spec is not None
+            moe = replace(moe_of(replace(spec, ffn=4096), "mixtral"), score=score)
+            chosen = choose_target(UpcycleConfig(source="dense"), moe)[0]
+            cheap = [name for name in TARGETS if not refusals(target_of(name).can, moe)]
+            cheap = [name for name in cheap if target_of(name).forced(moe) < moe.width]
+            assert target(chosen).forced(moe) < moe.width or not cheap, (variant, score, chosen, cheap)
+            if target(chosen).forced(moe):
+                assert not refusals(target("upcycled").can, moe), "the note names it as the way out"
 
 
 def same_bytes(target: str, spec: DenseSpec | MoESpec) -> None:

@@ -13,8 +13,8 @@ from upcycle.config.schema import UpcycleConfig
 from upcycle.planning import scale
 from upcycle.planning.notes import stays_whole
 
-# `target: auto` takes the first of these that can hold the model, simplest first. It prefers targets that need no zeros
-# for a mandatory shared expert, and takes our own target only if none of these can hold the model
+# `target: auto` takes the first of these that can hold the model, simplest first; our own target only if none can. The
+# last three always compute a shared expert as wide as a routed one, of zeros if the model has none
 PREFERENCE = (
     "mixtral",
     "qwen3_moe",
@@ -75,7 +75,7 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
     if moe.dense.carried is not None:
         return siblings.target_of(moe, config.target)
     reasons = {name: refusals(target(name).can, moe) for name in plugin.names(TARGETS)}
-    holding = sorted((n for n in reasons if not reasons[n]), key=lambda n: (target(n).forced(moe) > 0, rank(n)))
+    holding = sorted((n for n in reasons if not reasons[n]), key=rank)
     if config.target != "auto":
         target(config.target)  # raises for an unknown name
         if reasons[config.target]:
