@@ -17,7 +17,7 @@ from tqdm import tqdm
 from training.checkpoint.layout import opened
 from training.config.reading import read_config
 from training.estimating import hardware
-from training.estimating.budget import amount, few
+from training.estimating.budget import ACCURACY, amount, few
 from training.estimating.estimate import MOST_GPUS
 from training.estimating.law import short
 from training.estimating.mappings import AXES, SPARE, Timed, ranked
@@ -53,12 +53,13 @@ GAINS = {
     "slices": "-0.019 (-0.024 to -0.014) after 26 M tokens, -0.028 (-0.033 to -0.023) after 63 M",
     "copies": "-0.012 (-0.015 to -0.010) after 26 M tokens; behind dense at equal FLOPs",
 }
-BASIS = """\
+BASIS = f"""\
 Gains are nats a token on held-out text like the training text, with the 95 % interval over three seeds, on
 SmolLM2-135M-Instruct from 4-bit weights (docs/science.md). They do not carry over to other sizes: no one has measured
 a large model with slices. At 15 B parameters and 1 T tokens others measured MMLU 65.3 for dense, 67.6 for 8 copies with
 top-2, and 66.2 for 8 copies of 8 slices with a free choice (arXiv 2410.07524). Read text only once: slices that read
-the same text three times fell behind dense. Hours count steps only; such predictions were off by up to 15 %
+the same text three times fell behind dense. Hours count steps only:
+{ACCURACY}
 (docs/scaling.md)."""
 
 

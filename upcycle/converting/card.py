@@ -111,10 +111,10 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
         f"{human(s.total)} total, {human(s.active)} active ({s.total / s.dense:.2f}x and "
         f"{s.active / s.dense:.2f}x the {'source' if plan.grown else 'dense'} {human(s.dense)})",
     )
-    flops, zeros = plan.flops()
+    flops, unused = plan.flops()
     beside = "" if plan.grown else f" (dense {human(size.dense_flops(d, config.sequence), 'FLOP')})"
-    if zeros:
-        beside += f"; {human(zeros, 'FLOP')} of them are zeros, because this target always computes a shared expert"
+    if unused:
+        beside += f"; {human(unused, 'FLOP')} of them are zeros, because this target always computes a shared expert"
     yield (
         "FLOPs/token",
         f"{human(flops, 'FLOP')} forward and backward at {config.sequence} tokens{beside}",

@@ -48,9 +48,11 @@ from training.config.stages import Stage
 from training.data.mixture import DataConfig
 from training.dispatch import capabilities
 from training.estimating import hardware, measure
+from training.estimating.budget import ACCURACY, bill
 from training.estimating.estimate import lasting, seconds_of
 from training.estimating.hardware import Hardware, Link
 from training.estimating.mappings import ranked
+from training.estimating.recommend import BASIS
 from training.estimating.seconds import (
     ACTIVATION,
     BOTH,
@@ -86,6 +88,17 @@ def test_rows_that_were_measured_are_predicted() -> None:
     for row in ROWS:
         if row.use in WITHIN:
             assert (abs(error(row)) <= WITHIN[row.use]) == (row.what not in MISSED), (row.what, error(row))
+
+
+def test_every_page_says_the_spread_of_these_rows() -> None:
+    every = [abs(error(row)) for row in ROWS if row.use in WITHIN]
+    near = [each for each in every if each <= 0.15]
+    far = sorted(round(100 * each) for each in every if each > 0.15)
+    said = f"{len(near)} of {len(every)} measured steps were predicted within {100 * max(near):.0f} %"
+    assert f"{said}, and the other three were off by {far[0]}, {far[1]} and {far[2]} %" == ACCURACY and len(far) == 3
+    for page in (PAGE, Path(__file__).parents[3] / "docs" / "scaling.md"):
+        assert ACCURACY in " ".join(page.read_text().split()), page
+    assert ACCURACY in BASIS and ACCURACY in bill("1B tokens", 0.0, 1, 1, 1.0, 1.0)
 
 
 def test_the_page_has_these_rows() -> None:
