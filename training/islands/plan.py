@@ -15,6 +15,7 @@ import torch
 
 from training.config.schema import TrainConfig
 from training.experts import SPECIFICATION
+from training.islands.center import ANSWERS
 from training.islands.config import IslandsConfig
 from training.islands.link.wire import BITMAP, CHUNK, FEW, most
 from training.islands.places import NUMBERS, Layout, share_of
@@ -72,8 +73,10 @@ def traffic(layout: Layout, config: IslandsConfig, islands: int) -> Traffic:
 
 
 def held(rule: str, islands: int, numbers: int) -> int:
-    """Return the server's bytes: the model, each island's copy, and diloco's outer momentum and sum of a round."""
-    return 4 * numbers * (1 + islands + (2 if rule == "diloco" else 0))
+    """Return the most bytes of the server: the model, each island's copy, kept answers, and diloco's outer momentum
+    and sum of a round."""
+    answers = max(ANSWERS * numbers, islands * most(numbers))
+    return 4 * numbers * (1 + islands + (2 if rule == "diloco" else 0)) + answers
 
 
 def everything(layout: Layout) -> float:

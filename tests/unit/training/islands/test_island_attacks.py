@@ -16,6 +16,7 @@ from tests import islands
 from tests.islands import HEAD, LAYOUT, SECRET, Islander, expected, flips, poisons, serving, used
 from tests.unit.training.islands.test_island_server import limit
 from training.islands import center
+from training.islands.center import Bounds, Center
 from training.islands.config import IslandsConfig
 from training.islands.journal import Journal
 from training.islands.link import frames, wire
@@ -114,6 +115,29 @@ def test_quarantine_takes_back_what_an_island_pushed(tmp_path: Path, rule: str, 
         return here.rule.model
 
     torch.testing.assert_close(model(tmp_path / "harm", 0.5), model(tmp_path / "none", 0.0))
+
+
+@pytest.mark.parametrize("rate", [None, "abc", 1e308])
+def test_the_routers_move_at_the_servers_own_rate(tmp_path: Path, rate: Any) -> None:
+    """Ignore the rate that an island sends; it was in the log before anybody read it."""
+
+    def begun() -> tuple[Center, Journal]:
+        bounds = Bounds(rate=0.05, bias_rate=1e-3)
+        here = Center(LAYOUT, islands.start(), IslandsConfig(), torch.zeros(2, 4), bounds)
+        return here, Journal(tmp_path, here)
+
+    here, journal = begun()
+    journal.add(frames.JOIN, "a")
+    head = HEAD | {"steps": 20, "loads": [[1, 2, 3, 4]] * 2, "bias_rate": rate}
+    body = wire.encode(Sparse(torch.tensor([1]), torch.tensor([0.5])), LAYOUT.size)
+    journal.add(frames.PUSH, "a", 1, center.join(head, body))
+    with pytest.raises(ValueError, match="loads"):
+        journal.add(frames.PUSH, "a", 2, center.join(head | {"loads": [[1, 2], "x"]}, body))
+    journal.close()
+    again, journal = begun()
+    journal.close()
+    for each in (here, again):
+        torch.testing.assert_close(each.bias, 0.02 * torch.tensor([1.0, 1.0, -1.0, -1.0]).expand(2, 4))
 
 
 def test_an_island_has_the_settings_of_its_server(tmp_path: Path) -> None:
