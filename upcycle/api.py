@@ -67,9 +67,9 @@ def verify(
     moe: str | PathLike[str],
     text: Sequence[str] = (),
     *,
-    tokens: int = 1024,
+    tokens: int = 256,
     sequence: int = 256,
-    dtype: str = "float32",
+    dtype: str = "float64",
     tolerance: float | None = None,
     device: str = "cpu",
 ) -> Report:

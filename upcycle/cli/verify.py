@@ -27,9 +27,9 @@ class VerifyKeys:
     dense: str = ""  # the dense model's folder or Hub id; the first word
     moe: str = ""  # the converted folder; the second word
     text: tuple[str, ...] = ()  # .txt, .jsonl or .jsonl.zst files; []: random tokens
-    tokens: int = 1024  # tokens to compare
+    tokens: int = 256  # tokens to compare
     sequence: int = 256  # tokens of a sequence
-    dtype: str = "float32"  # float32 | float64 | bfloat16 | float16
+    dtype: str = "float64"  # float64 | float32 | bfloat16 | float16; the bound on logits is 1e-9 | 1e-3 | 0.1 | 0.1
     tolerance: float | None = None  # compare only the logits, of any two models: largest |difference| / largest |logit|
     device: str = "cpu"  # the device that computes: cpu, cuda, cuda:1, ...
     json: bool = False  # print the report as one JSON object

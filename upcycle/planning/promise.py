@@ -23,7 +23,7 @@ from upcycle.io.checkpoint import Checkpoint
 from upcycle.planning import rng, routers, scale
 from upcycle.planning.methods import Method, Place
 
-TOLERANCE = 1e-5
+TOLERANCE = 1e-9
 HIDDEN, TOKENS, PART = 64, 256, 16  # the small FFN: hidden size, tokens, neurons per part
 
 
@@ -41,7 +41,7 @@ class Promise:
     exact: bool
     reasons: tuple[str, ...]  # why the plan is not exact; for an exact plan, remarks
     estimate: Estimate | None  # None: the error depends on the donors
-    # the bound of verify in float32: largest logit difference / largest logit, with the dense weights rounded as the
+    # the bound of verify in float64: largest logit difference / largest logit, with the dense weights rounded as the
     # MoE's are
     tolerance: float
 
@@ -165,7 +165,7 @@ def remarks(moe: MoESpec, kind: str | float, gated: bool, chosen: AnyTarget, sto
     """Yield remarks on an exact plan: rounding, and ties in a half-precision router."""
     rounded = rounding(moe, kind, gated, chosen, stored)
     if rounded:
-        yield f"exact but for the rounding of {rounded} to {moe.dtype}"
+        yield rounded
     if moe.dtype in ("bfloat16", "float16") and moe.granularity > 1 and not chosen.can.router_fp32:
         yield (
             f"computed in {moe.dtype} on a CPU, router logits tie and about 0.5 % of tokens a layer split a virtual "
@@ -188,18 +188,36 @@ def expect(config: UpcycleConfig, moe: MoESpec, method: Method, kind: str | floa
 
 
 def rounding(moe: MoESpec, kind: str | float, gated: bool, chosen: AnyTarget, stored: Collection[str]) -> str:
-    """Return which weights are rounded when stored; '' if none are."""
+    """Return a remark on the weights that are rounded when stored, with the size of the change; '' if none are."""
     for dtype in sorted(stored):
         if rounds(dtype, moe.dtype):
-            return f"{dtype} weights"
+            return rounding_remark(f"{dtype} weights", dtype, moe.dtype)
     if BYTES[moe.dtype] >= 4:
         return ""
     c = scale.gain(moe, kind, None)
     if c is not None:
         factors = scale.weight_factors(moe, kind, c, gated=gated)
-        if any(math.frexp(factors[matrix])[0] != 0.5 for matrix in moe.dense.ffn_matrices):  # not a power of two
-            return "scaled weights"
-    return "norm weights + 1" if moe.dense.norm == "rms1p" and "rms1p" not in chosen.can.norms else ""
+        odd = [name for name in moe.dense.ffn_matrices if math.frexp(factors[name])[0] != 0.5]  # not a power of two
+        if odd:
+            what = f"{', '.join(odd)} x {factors[odd[0]]:.3g}"
+            return rounding_remark(what, moe.dtype, moe.dtype, factor=factors[odd[0]])
+    adds_one = moe.dense.norm == "rms1p" and "rms1p" not in chosen.can.norms
+    return rounding_remark("norm weights + 1", moe.dtype, moe.dtype, spread=0.1, add=1.0) if adds_one else ""
+
+
+def rounding_remark(
+    what: str, stored: str, dtype: str, *, factor: float = 1.0, spread: float = 1.0, add: float = 0.0
+) -> str:
+    """Return the remark that `what` is rounded, with the root mean square of the change relative to the weights.
+
+    It is measured on normal numbers of standard deviation `spread`, stored in `stored`, times `factor`, plus `add`.
+    """
+    weights = (spread * rng.normal((1 << 14,), 0, "rounding")).to(getattr(torch, stored)).double() * factor + add
+    change = weights.to(getattr(torch, dtype)).double() - weights
+    size = math.sqrt(float(change.square().mean() / weights.square().mean()))
+    return (
+        f"exact except for the rounding of {what} to {dtype}, which changes these weights by about {100 * size:.2g} %"
+    )
 
 
 def rounds(stored: str, dtype: str) -> bool:
@@ -216,5 +234,5 @@ def grown_promise(
     if not method.exact:
         kept = len(next(iter(observed.values())))
         return Promise(False, (grow.cost(view, kept, observed),), None, TOLERANCE)
-    reasons = (f"exact but for the rounding of {rounded} weights to {dtype}",) if rounded else ()
+    reasons = (rounding_remark(f"{rounded} weights", rounded, dtype),) if rounded else ()
     return Promise(True, reasons, None, TOLERANCE)

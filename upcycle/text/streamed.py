@@ -86,7 +86,8 @@ class Streamed:
             dtype=self.dtype,
             device_map={"": self.device},
             weight_mapping=mapping,
-            dtype_plan=model._get_dtype_plan(self.dtype),
+            # in float64 no part of a model stays in float32
+            dtype_plan=model._get_dtype_plan(self.dtype) if self.dtype != torch.float64 else {},
         )
         base, start = model.base_model_prefix, f"{model.base_model_prefix}.layers."
         units = {f"{start}{i}": Unit(f"{start}{i}", module) for i, module in enumerate(model.base_model.layers)}
@@ -130,6 +131,7 @@ class Streamed:
         layer = re.search(r"\.layers\.(\d+)$", unit.path)
         if layer:
             self.at_layer(int(layer[1]), unit.module)
+            self.bar.update()
 
     def fill(self, unit: Unit) -> None:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -151,12 +153,12 @@ class Streamed:
     def hidden(self, rows: list[Tensor], label: str, at_layer: AtLayer | None = None) -> Tensor:
         """Return the last hidden states [token, hidden] of these sequences."""
         self.at_layer = at_layer or self.at_layer
-        out = []
-        with tqdm(total=sum(row.numel() for row in rows), desc=label, unit="token", delay=2) as bar:
-            for batch in batches(rows):
+        out, parts = [], list(batches(rows))
+        total = len(parts) * len(self.model.base_model.layers)
+        with tqdm(total=total, desc=f"{label} in {str(self.dtype)[6:]}", unit="layer", delay=2) as self.bar:
+            for batch in parts:
                 self.output = self.model.base_model(input_ids=batch.to(self.device), use_cache=False)
                 out.append(self.output.last_hidden_state.flatten(0, 1))
-                bar.update(batch.numel())
         return torch.cat(out)
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 `plan_of` rebuilds the plan of the manifest, `faults` compares everything except weights, and `weights` computes tensors
 again and compares their bits. `Rounded` rounds the dense model as the converted model was rounded, so that the two
-functions can be compared to 1e-5.
+functions can be compared without the rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from upcycle.arch.ffn import FFN, NEURON_DIM, scale
 from upcycle.arch.slots import Slot
 from upcycle.config import reading as config
 from upcycle.config.schema import UpcycleConfig
-from upcycle.converting import card, grow
+from upcycle.converting import grow
 from upcycle.converting.convert import changed, in_flight
 from upcycle.converting.make import Maker, Piece
 from upcycle.io.checkpoint import Checkpoint, load_checked
@@ -36,6 +36,7 @@ from upcycle.planning.promise import moe_output
 
 BUDGET = 2 << 30  # bytes of weights to compute again
 SLICE = 64 << 20  # bytes to compare of one tensor
+OLD_TOLERANCE = 1e-5  # in manifests of older versions
 
 
 # ---- the plan
@@ -75,7 +76,8 @@ def faults(
         yield f"{MANIFEST} has changed since it was written: its sum differs"
     if plan.hash != manifest["plan"]:
         yield f"{MANIFEST} names a different plan than its config and the dense model give"
-    if jsonable(card.promised(plan)) != manifest["promise"]:
+    promise = manifest["promise"]  # its reasons are sentences, which may differ between versions
+    if promise["exact"] != plan.promise.exact or promise["tolerance"] not in (plan.promise.tolerance, OLD_TOLERANCE):
         yield f"{MANIFEST} has a different promise than its plan"
     want, have = jsonable(plan.hf_config), dict(made.config)
     for key in sorted(want.keys() | have.keys()):
@@ -168,8 +170,9 @@ def sample(plan: UpcyclePlan) -> list[tuple[Output, tuple[int, int] | None]]:
 class Reference:
     """A function (layer, x_TD) -> output of the layer's MoE block, with weights computed again from the plan."""
 
-    def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> None:
+    def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], dtype: torch.dtype) -> None:
         self.plan, self.maker, self.room = plan, layer_maker(plan, checkpoints), BUDGET
+        self.dtype = torch.promote_types(dtype, torch.float32)  # computes in this dtype
         self.recipes: dict[tuple[int, str, int, str], Recipe] = {}
         for part in (part for output in plan.outputs for part in output.parts):
             if part.kind in ("expert", "shared", "router"):
@@ -184,9 +187,9 @@ class Reference:
         return first or self.room >= 0
 
     def __call__(self, layer: int, x_TD: Tensor) -> Tensor:
-        plan, moe, x_TD = self.plan, self.plan.moe, x_TD.float()
+        plan, moe, x_TD = self.plan, self.plan.moe, x_TD.to(self.dtype)
         activation = "relu" if plan.gated and not moe.dense.gated else moe.dense.activation
-        rows = self.maker.part(self.recipes[layer, "router", -1, ""]).float()
+        rows = self.maker.part(self.recipes[layer, "router", -1, ""]).to(self.dtype)
         y_TD = moe_output(x_TD, moe, rows, [self.ffn(layer, "expert", i) for i in range(moe.experts)], activation)
         if moe.shared:
             shared = self.ffn(layer, "shared", -1)
@@ -197,14 +200,16 @@ class Reference:
         """Return an expert whose matrices are computed on use, so that only one expert is in memory at a time."""
         own = {key[3]: recipe for key, recipe in self.recipes.items() if key[:3] == (layer, kind, index)}
         width = own["up"].shape[0]
-        return FFN(width, self.plan.dense.hidden, tuple(own), lambda matrix: self.maker.part(own[matrix]).float())
+        return FFN(
+            width, self.plan.dense.hidden, tuple(own), lambda matrix: self.maker.part(own[matrix]).to(self.dtype)
+        )
 
 
 class FewerExperts(Reference):
     """The Reference of a plan whose source is an MoE: it finds tensors by the roles of the target's slots."""
 
-    def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> None:
-        super().__init__(plan, checkpoints)
+    def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], dtype: torch.dtype) -> None:
+        super().__init__(plan, checkpoints, dtype)
         architecture = registry.readable(plan.target)
         self.moe = architecture.read(plan.hf_config)
         self.slots = {role: (slot, i) for slot in architecture.slots(self.moe) for i, role in enumerate(slot.roles)}
@@ -218,7 +223,7 @@ class FewerExperts(Reference):
         return {slot.name: slot for role, (slot, _) in self.slots.items() if role.startswith(start)}
 
     def __call__(self, layer: int, x_TD: Tensor) -> Tensor:
-        moe, x_TD, start = self.moe, x_TD.float(), f"layers.{layer}"
+        moe, x_TD, start = self.moe, x_TD.to(self.dtype), f"layers.{layer}"
         self.held = {
             slot.name: self.maker.tensor(slot.name) for slot in self.slots_of(layer).values() if len(slot.roles) > 1
         }
@@ -239,7 +244,7 @@ class FewerExperts(Reference):
     def role(self, role: str) -> Tensor:
         slot, i = self.slots[role]
         whole = self.held[slot.name] if len(slot.roles) > 1 else self.maker.tensor(slot.name)
-        return whole.reshape(len(slot.roles), *self.moe.shape(role))[i].float()
+        return whole.reshape(len(slot.roles), *self.moe.shape(role))[i].to(self.dtype)
 
 
 # ---- rounding
@@ -252,8 +257,8 @@ class Rounded:
     `round(w * factor) / factor` is then the same function, except for the order of sums.
     """
 
-    def __init__(self, plan: UpcyclePlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: UpcyclePlan, dtype: torch.dtype) -> None:
+        self.plan, self.dtype = plan, torch.promote_types(dtype, torch.float32)  # divides in this dtype
         self.recipes: dict[str, list[Recipe]] = {}
         seen = set()
         for recipe in (part for output in plan.outputs for part in output.parts if part.sources):
@@ -271,7 +276,7 @@ class Rounded:
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self.recipes:
             return tensor  # unused, for instance a buffer
-        out = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+        out = tensor.to(torch.promote_types(tensor.dtype, self.dtype), copy=True)
         for recipe in self.recipes[name]:
             index = torch.cat([torch.arange(*rows) for rows in recipe.sources[0].rows or [(0, len(tensor))]])
             out[index] = self.rounded(recipe, tensor[index], out[index])

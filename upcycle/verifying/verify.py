@@ -2,16 +2,16 @@
 
 There are two independent checks. The first rebuilds the plan from the dense model and the manifest, and compares the
 folder's files, numbers and names with it, and random slices of weights bit for bit (rebuild). The second runs both
-models in stock transformers, layer by layer (streamed): for an exact plan it compares the logits, for an inexact plan
-the error, gain and cosine of each layer's FFN with the plan's prediction.
+models in stock transformers, layer by layer (streamed), in float64 throughout (wide): for an exact plan it compares the
+logits, for an inexact plan the error, gain and cosine of each layer's FFN with the plan's prediction.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -30,14 +30,13 @@ from upcycle.text import tokens as text
 from upcycle.text.streamed import Streamed
 from upcycle.verifying import rebuild
 from upcycle.verifying.inspect import read_whole_manifest
+from upcycle.verifying.wide import Float64
 
-# bound on the logit difference of an exact plan, relative to the largest logit; a manifest cannot change it
-EXACT = 1e-5
-# in float32, trained models with many layers differ by up to this much only through rounding (SmolLM2-135M by 1.4e-5);
-# then the logits are compared in float64, with the bound EXACT
-ROUNDED = 1e-3
-HALF = 0.1  # bound in half precision: the models round differently, and router ties split some virtual groups
-DTYPES = ("float32", "float64", "bfloat16", "float16")
+# the bound on the logit difference of an exact plan, relative to the largest logit, by the dtype of the computation; a
+# manifest cannot change it. Rounding alone reaches 1e-13 in float64 and 4e-5 in float32 (SmolLM2-135M). In half
+# precision router ties also split some virtual groups.
+BOUNDS = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+FEW = 32  # tokens to compute if files or weights have faults already, and tokens that try transformers' kernels
 CHUNK = 16 << 20  # bytes of logits of one model at a time
 TAPPED = 64 << 20  # bytes of FFN inputs kept, all layers together
 # how far an FFN may be from the plan's own experts (cosine difference, factor of the norm). NEAR allows for rounding;
@@ -62,7 +61,7 @@ class Report:
     blocks: str = ""  # measured and predicted error of the converted FFNs
     rebuilt: str = ""
     kernels: str = ""
-    computed: str = ""  # the dtype, if not the requested one, and the reason
+    computed: str = ""  # the dtype
     faults: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -115,9 +114,9 @@ def verify(
     dense: Any,
     moe: Any,
     texts: Sequence[str] = (),
-    count: int = 1024,
+    count: int = 256,
     sequence: int = 256,
-    dtype: str = "float32",
+    dtype: str = "float64",
     tolerance: float | None = None,
     device: str = "cpu",
 ) -> Report:
@@ -140,24 +139,21 @@ def verify(
         again = rebuild.weights(plan, checkpoints, b)
         faults = [*rebuild.faults(plan, checkpoints, b, manifest), *again.wrong]
         rebuilt = f"{again.tensors} of {len(plan.outputs)} tensors, {100 * again.share:.3g} % of the bytes, bit for bit"
-        pair = Pair(a, b, rows, device, tolerance, plan, checkpoints, rebuilt)
-        report = pair.compared(dtype, faults)
-        only_logits = not faults and len(report.faults) == 1 and EXACT < report.relative < ROUNDED
-        if plan.promise.exact and dtype == "float32" and only_logits:
-            why = f"float64, because float32 rounds: its logits differ by {report.relative:.3g} of the largest"
-            # keep the float32 result on kernels, because some kernels do not support float64
-            return replace(pair.compared("float64", []), computed=why, kernels=report.kernels)
-        return report
+        if faults:
+            rows = [rows[0][:FEW]]  # the verdict is clear, and a few tokens show by how much the models differ
+        return Pair(a, b, rows, device, tolerance, plan, checkpoints, rebuilt).compared(dtype, faults)
 
 
 def check_computing(dtype: str, device: str) -> None:
     """Raise a ValueError if verify does not support this dtype or device."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if dtype not in BOUNDS:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(BOUNDS)}")
     try:
         kind = torch.device(device).type
     except RuntimeError:
         raise ValueError(f"device is {device!r}; write cpu, cuda or cuda:1") from None
+    if kind == "mps" and dtype == "float64":
+        raise ValueError("device mps has no float64, in which verify computes; write device=cpu or dtype=float32")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {device}, and this machine has no CUDA device; write device=cpu, or leave it out")
 
@@ -189,8 +185,8 @@ class Pair:
         plan, tolerance = self.plan, self.tolerance
         exact = plan is not None and plan.promise.exact
         if exact:
-            tolerance = EXACT if dtype in ("float32", "float64") else HALF
-        taps = Taps(plan, self.checkpoints) if plan is not None else None
+            tolerance = BOUNDS[dtype]
+        taps = Taps(plan, self.checkpoints, getattr(torch, dtype)) if plan is not None else None
         numbers, kernels = self.run(getattr(torch, dtype), taps)
         if not numbers.dense_finite:
             raise ValueError(
@@ -210,22 +206,55 @@ class Pair:
             blocks=blocks,
             rebuilt=self.rebuilt,
             kernels=kernels,
+            computed=dtype,
             faults=tuple(faults),
         )
 
     def run(self, dtype: torch.dtype, taps: Taps | None) -> tuple[Numbers, str]:
         """Return the differences of the logits, and a sentence on kernels that failed ('' if none)."""
-        exact = self.plan is not None and self.plan.promise.exact
-        change = rebuild.Rounded(self.plan) if exact and self.plan is not None else None
-        first = Streamed(self.dense, dtype, self.device, change)
-        first, want, _ = hidden(first, self.rows, "dense", taps.listen if taps else None)
-        second = Streamed(self.moe, dtype, self.device)
-        second, have, kernels = hidden(second, self.rows, "MoE", taps.measure if taps else None)
-        numbers, step = Numbers(), max(1, CHUNK // (4 * vocabulary(self.dense)))
-        with first.with_head() as want_logits, second.with_head() as have_logits:
-            for w, h in zip(torch.split(want, step), torch.split(have, step), strict=True):
-                numbers.add(want_logits(w).float(), have_logits(h).float())
-        return numbers, kernels
+        exact, wide = self.plan is not None and self.plan.promise.exact, dtype == torch.float64
+        change = rebuild.Rounded(self.plan, dtype) if exact and self.plan is not None else None
+        kernels = self.tried() if wide else ""
+        with Float64() if wide else nullcontext():
+            first = Streamed(self.dense, dtype, self.device, change, experts="eager" if wide else "")
+            first, want, _ = hidden(first, self.rows, "dense", taps.listen if taps else None)
+            second = Streamed(self.moe, dtype, self.device, experts="eager" if wide else "")
+            second, have, failed = hidden(second, self.rows, "MoE", taps.measure if taps else None)
+            numbers, step = Numbers(), max(1, CHUNK // (want.element_size() * vocabulary(self.dense)))
+            with first.with_head() as want_logits, second.with_head() as have_logits:
+                for w, h in zip(torch.split(want, step), torch.split(have, step), strict=True):
+                    numbers.add(want_logits(w).double(), have_logits(h).double())
+        return numbers, kernels or failed
+
+    def tried(self) -> str:
+        """Run the first layers by transformers' default kernels, which have no float64; say why they failed, or ''."""
+
+        def stop(*_: Any) -> None:
+            raise Enough
+
+        last = min(self.plan.moe.layers) if self.plan is not None and self.plan.moe.layers else 0
+        model = Streamed(self.moe, torch.float32, self.device)
+        model.model.base_model.layers[last].register_forward_hook(stop)
+        try:
+            model.hidden([self.rows[0][:FEW]], "kernels")
+        except ValueError:  # raised by our own checks
+            raise
+        except Exception as error:
+            return "" if isinstance(error, Enough) else eager(error)
+        return ""
+
+
+class Enough(Exception):
+    """Stops a forward pass after the layer that was wanted."""
+
+
+def eager(error: Exception) -> str:
+    """Say that transformers' default kernels failed, and what to use instead."""
+    return f"transformers' default fails ({short(error)}); load it with experts_implementation='eager', as verify did"
+
+
+def short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def said(plan: UpcyclePlan | None, tolerance: float | None) -> str:
@@ -244,16 +273,14 @@ def hidden(
     except ValueError:  # raised by our own checks
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        eager = Streamed(model.checkpoint, model.dtype, model.device, model.change, experts="eager")
+        plain = Streamed(model.checkpoint, model.dtype, model.device, model.change, experts="eager")
         try:
-            out = eager.hidden(rows, label, at_layer)
+            out = plain.hidden(rows, label, at_layer)
         except ValueError:
             raise
         except Exception:
-            raise ValueError(f"transformers cannot run {model.checkpoint.folder} ({reason})") from error
-        how = "load it with experts_implementation='eager', as verify did"
-        return eager, out, f"transformers' default fails ({reason}); {how}"
+            raise ValueError(f"transformers cannot run {model.checkpoint.folder} ({short(error)})") from error
+        return plain, out, eager(error)
 
 
 class Numbers:
@@ -266,11 +293,11 @@ class Numbers:
 
     def add(self, want: Tensor, have: Tensor) -> None:
         difference = (have - want).abs()
-        log_p, log_q = want.double().log_softmax(-1), have.double().log_softmax(-1)
+        log_p, log_q = want.log_softmax(-1), have.log_softmax(-1)
         self.tokens += len(want)
         self.largest = max(self.largest, float(difference.max()))
         self.dense_largest = max(self.dense_largest, float(want.abs().max()))
-        self.difference += float(difference.double().mean()) * len(want)
+        self.difference += float(difference.mean()) * len(want)
         self.kl += float((log_p.exp() * (log_p - log_q)).sum())
         self.same += float((want.argmax(-1) == have.argmax(-1)).sum())
         self.finite &= bool(torch.isfinite(have).all())
@@ -297,9 +324,9 @@ class Numbers:
 class Taps:
     """Compare FFN outputs on the same inputs: the dense FFN, the MoE's block, and the block that the plan predicts."""
 
-    def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> None:
+    def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], dtype: torch.dtype) -> None:
         self.plan, self.layers = plan, frozenset(plan.moe.layers)
-        self.reference = (rebuild.FewerExperts if plan.grown else rebuild.Reference)(plan, checkpoints)
+        self.reference = (rebuild.FewerExperts if plan.grown else rebuild.Reference)(plan, checkpoints, dtype)
         self.count = max(16, TAPPED // (4 * plan.dense.hidden * len(self.layers)))  # tokens per layer
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.found: dict[int, Estimate] = {}

@@ -19,7 +19,9 @@ def test_float32_norms_in_a_bfloat16_model_are_known_to_be_rounded(tmp_path: Pat
     tensors |= {k: v.float() * 1.001 for k, v in tensors.items() if "norm" in k}
     save_file(tensors, folder / "model.safetensors")
     plan, checkpoints = load(f"source={folder}", f"output={tmp_path / 'moe'}")
-    assert plan.promise.reasons == ("exact but for the rounding of float32 weights to bfloat16",)
+    assert plan.promise.reasons == (
+        "exact except for the rounding of float32 weights to bfloat16, which changes these weights by about 0.17 %",
+    )
     convert(plan, checkpoints, quiet=True)
     assert main(["verify", str(folder), str(tmp_path / "moe"), "tokens=64"]) == 0
 

@@ -1,0 +1,33 @@
+"""Compute a model of transformers in float64 throughout, also where its code casts to float32.
+
+Routers, norms and softmaxes of transformers cast to float32. In a model that was loaded in float64 this leaves
+differences of up to 1e-5 between two equal functions, because a trained model amplifies them from layer to layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class Float64(TorchFunctionMode):
+    """Inside this context a cast of a float64 tensor to float32 does nothing."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if function is Tensor.float:
+                return args[0]
+            args = [torch.float64 if value is torch.float32 else value for value in args]
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        return function(*args, **kwargs)
