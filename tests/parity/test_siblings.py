@@ -188,7 +188,7 @@ def test_all_but_the_ffns_keeps_its_name_and_bytes_and_verify_holds_it(
     for name, tensor in after.items():
         assert torch.equal(maker.slice(name, (slice(1, 3),)), tensor[1:3]), name
     report = verify(source, folder, count=48, sequence=24)
-    assert report.held and report.relative < 1e-5, str(report)
+    assert report.held and report.relative < (1e-5 if dense == "lfm2" else 1e-12), str(report)
     assert "FFNs" in str(report)
     norm = next(name for name in kept if "layers.1." in name and "norm" in name)
     broken = after | {norm: after[norm] * 1.5}

@@ -60,6 +60,8 @@ class Streamed:
         try:
             with quiet(), empty_parameters():
                 self.model: Any = built(checkpoint, dtype, experts)
+            if dtype == torch.float64:
+                self.model.to(dtype)  # some classes create routers in float32 whatever the dtype
         except Exception as error:  # a wrong config.json raises errors of any type
             raise self.refused(error) from error
         for module in self.model.modules():
@@ -86,8 +88,7 @@ class Streamed:
             dtype=self.dtype,
             device_map={"": self.device},
             weight_mapping=mapping,
-            # in float64 no part of a model stays in float32
-            dtype_plan=model._get_dtype_plan(self.dtype) if self.dtype != torch.float64 else {},
+            dtype_plan=model._get_dtype_plan(self.dtype),
         )
         base, start = model.base_model_prefix, f"{model.base_model_prefix}.layers."
         units = {f"{start}{i}": Unit(f"{start}{i}", module) for i, module in enumerate(model.base_model.layers)}
