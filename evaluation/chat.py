@@ -23,6 +23,7 @@ from upcycle.cli import frame
 from upcycle.config.values import at_least, check_values, one_of, share_of_one
 from upcycle.io import strict
 from upcycle.io.checkpoint import Checkpoint, downloaded, hub_match
+from upcycle.text import templates
 from upcycle.text import tokens as text
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -161,7 +162,8 @@ class Talk:
         """Return the tokens of a conversation, by the tokenizer's chat template if it has one."""
         if self.has_template:
             try:
-                said = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+                with templates.bounded(f"the chat template of {self.folder}"):
+                    said = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             except TemplateError as error:
                 raise ValueError(f"the chat template of {self.folder} refuses this conversation: {error}") from None
         else:

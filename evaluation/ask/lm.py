@@ -20,6 +20,7 @@ from evaluation.ask.engine import Engine, Score
 from evaluation.ask.packing import Ids
 from evaluation.ask.remember import Remembered, key
 from evaluation.ask.tasks import check_greedy
+from upcycle.text import templates
 
 Pair = tuple[list[int], list[int]]
 Done = Callable[[Mapping[int, Any]], None]
@@ -78,10 +79,12 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
             "continue_final_message": not add_generation_prompt, **({"chat_template": self.chat} if self.chat else {}),
         }  # fmt: skip
         try:
-            return str(self.tokenizer.apply_chat_template(chat_history, **options))
+            with templates.bounded("the tokenizer's chat template"):
+                return str(self.tokenizer.apply_chat_template(chat_history, **options))
         except TemplateError:
             spoken = [message for message in chat_history if message["role"] != "system"]
-            return str(self.tokenizer.apply_chat_template(spoken, **options))
+            with templates.bounded("the tokenizer's chat template"):
+                return str(self.tokenizer.apply_chat_template(spoken, **options))
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Return the tokenizer's template, by its name if there are several; raise a ValueError if there is none."""

@@ -30,7 +30,7 @@ from evaluation.ask import load, tasks
 from evaluation.ask.engine import Engine
 from evaluation.ask.harness import NAME, AskConfig, UpcycleLM, ranks_of
 from evaluation.ask.lm import DecoderLM
-from evaluation.ask.written import CACHE, Written, check_folder
+from evaluation.ask.written import CACHE, Written, check_folder, redacted
 from evaluation.judge import logged
 from evaluation.judge.results import Evaluation, Group, Task
 from training.checkpoint.layout import Origin
@@ -58,6 +58,7 @@ class RunConfig(AskConfig):
     checkpoint: str = ""  # a Hugging Face folder, a hub id, or a training run's folder
     tasks: tuple[str, ...] = ()  # instead of a suite: names that lm-eval knows, or YAML files
     include_path: tuple[str, ...] = ()  # folders with more tasks, as lm-eval's --include_path
+    trust_code: bool = False  # run the Python that your tasks name with !function; lm-eval's own tasks always run
     data: str = ""  # a folder with the suite's files; "": from the hub
     texts: tuple[str, ...] = ()  # perplexity: .txt, .jsonl or .jsonl.zst, each a domain
     fewshot: int | None = None  # examples in a prompt, where the task leaves it open
@@ -123,7 +124,7 @@ class RunConfig(AskConfig):
     def deciding(self) -> dict[str, Any]:
         """Return the options that decide the answers, as JSON values; our model's own options are in its identity."""
         left_out = HOW if self.model != NAME else (*HOW, *OF_THE_MODEL)
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        found: dict[str, Any] = redacted(json.loads(json.dumps(asdict(self))))
         return {key: value for key, value in found.items() if key not in left_out}
 
     @property
@@ -210,6 +211,7 @@ def tasks_to_ask(config: RunConfig) -> tasks.Tasks:
     return tasks.load(
         config.suite, config.data, config.texts, config.fewshot, names=config.tasks, include_path=config.include_path,
         gen_kwargs=config.gen_kwargs | limit, greedy=config.model == NAME, seeds=config.four_seeds,
+        trust_code=config.trust_code,
     )  # fmt: skip
 
 
@@ -308,6 +310,7 @@ def ask(
 
     with (
         tasks.alone(*seeds[:3]),
+        tasks.explained(found.suite, lm),
         patch.object(lm_eval.evaluator, "_process_results", processed),
         patch.object(lm_eval.evaluator_utils, "stderr_for_metric", error_where_there_is_one),
     ):

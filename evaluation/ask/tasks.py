@@ -9,7 +9,8 @@ texts:    true if the suite takes texts=[...] and has a task for each file, inst
 notes:    {task: a note for the reader if its documents come from files}
 
 A suite may come from a stranger: its templates run in a sandbox, and a metric that lm-eval would fetch as code is
-refused. The Python code of lm-eval's own tasks runs as it is.
+refused. Python that a task names with !function runs only with trust_code=true. The Python code of lm-eval's own tasks
+runs as it is.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypedDict
 from unittest.mock import patch
 
 import datasets
@@ -32,11 +33,12 @@ import lm_eval.api.metrics
 import lm_eval.api.registry
 import lm_eval.api.task
 import lm_eval.tasks
+import lm_eval.tasks._yaml_loader
 import lm_eval.utils
 import numpy as np
 import torch
 import tqdm
-from jinja2 import Environment
+from jinja2 import Environment, Template
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -44,6 +46,7 @@ from evaluation.ask import offline
 from upcycle.config.reading import build
 from upcycle.io import strict
 from upcycle.plugin import nearest
+from upcycle.text import templates
 from upcycle.text.tokens import SUFFIXES
 
 SUITES = Path(__file__).parents[1] / "suites"
@@ -58,6 +61,28 @@ GREEDY: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     **dict.fromkeys(("until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"), ANY),
     **dict.fromkeys(("top_k", "top_p", "min_p", "typical_p", "length_penalty", "early_stopping", "use_cache"), ANY),
+}  # fmt: skip
+Few = Annotated[int, strict.Range(0, 10_000)]  # examples of a prompt
+Names = str | list[str]
+
+
+class Filter(TypedDict):
+    name: str
+    filter: list[dict[str, Any]]
+
+
+# the types of a task's keys
+KEYS: dict[str, Any] = {
+    **dict.fromkeys(("group", "dataset_path", "dataset_name", "training_split", "validation_split"), str),
+    **dict.fromkeys(("test_split", "fewshot_split", "description", "target_delimiter", "fewshot_delimiter"), str),
+    **dict.fromkeys(("output_type", "process_results", "use_prompt", "gen_prefix", "task_alias", "group_alias"), str),
+    **dict.fromkeys(("doc_to_decontamination_query", "process_docs", "doc_to_image", "doc_to_audio"), str),
+    **dict.fromkeys(("dataset_kwargs", "generation_kwargs", "metadata", "fewshot_config"), dict[str, Any]),
+    **dict.fromkeys(("unsafe_code", "should_decontaminate"), bool),
+    "num_fewshot": Few, "repeats": Annotated[int, strict.Range(1, 1000)],
+    "task": str | list[str | dict[str, Any]], "tag": Names,
+    "doc_to_text": str | int, "doc_to_target": str | int | list[Any], "doc_to_choice": str | dict[str, Any] | list[Any],
+    "metric_list": list[dict[str, Any]], "filter_list": list[Filter],
 }  # fmt: skip
 SEED = 1234  # seed for the examples of prompts; lm-eval's own value
 
@@ -75,6 +100,7 @@ class Suite:
 class Tasks:
     loaded: Any  # lm-eval's tasks and groups, by name
     notes: tuple[str, ...]
+    suite: str = ""
 
 
 def read_suite(name: str) -> tuple[Suite, Path]:
@@ -90,7 +116,7 @@ def read_suite(name: str) -> tuple[Suite, Path]:
 def load(
     name: str, data: str = "", texts: Sequence[str] = (), fewshot: int | None = None, *, names: Sequence[str] = (),
     include_path: Sequence[str] = (), gen_kwargs: Mapping[str, Any] | None = None, greedy: bool = True,
-    seeds: Sequence[int] = (),
+    seeds: Sequence[int] = (), trust_code: bool = False,
 ) -> Tasks:  # fmt: skip
     """Return the tasks of a suite, or the tasks `names` from the folders of include_path and lm-eval's collection.
 
@@ -102,12 +128,16 @@ def load(
         raise ValueError(f"suite {name} takes no texts; use suite=perplexity")
     asked: list[Any] = [text_task(text) for text in found_texts(data, texts)] if suite.texts else []
     asked = asked or list(suite.tasks)
-    known = collection(name, suite.folders, include_path, asked)
-    asked = expanded(known, asked)
-    check_metrics(name, asked)
-    check_unique(name, asked)
+    with explained(name), functions(trust_code):
+        known = collection(name, suite.folders, include_path, asked)
+        asked = expanded(known, asked)
+        check_keys(name, asked)
+        check_metrics(name, asked)
+        check_unique(name, asked)
     notes = []
-    with alone(*seeds[:2]), reading(Path(data) if data else None, beside):
+    with (
+        alone(*seeds[:2]), reading(Path(data) if data else None, beside), explained(name), functions(trust_code),
+    ):  # fmt: skip
         if data:
             readable = [task for task in asked if has_files(known, task, beside)]
             notes += [f"{task} is left out: it cannot be read from files" for task in asked if task not in readable]
@@ -121,7 +151,8 @@ def load(
         try:
             loaded = known.load(asked)
         except ImportError as error:  # a task's own code may need more packages than lm-eval
-            raise ValueError(f"suite {name} needs {error.name}, which is not installed: pip install it") from None
+            lacks = f"needs {error.name}, which is not installed: pip install it" if error.name else f"fails: {error}"
+            raise ValueError(f"suite {name} {lacks}") from None
     if data:
         notes += [note for task, note in suite.notes.items() if task in loaded["tasks"]]
     for task in loaded["tasks"].values():
@@ -135,7 +166,8 @@ def load(
                 task.set_config("generation_kwargs", dict(gen_kwargs), update=True)
             if greedy:
                 check_greedy(task.config.generation_kwargs or {}, task.task_name)
-    return Tasks(loaded, tuple(notes))
+        task.apply_filters = partial(filtered, task, task.apply_filters)
+    return Tasks(loaded, tuple(notes), name)
 
 
 def collection(suite: str, names: Sequence[str], include_path: Sequence[str], asked: Sequence[Any]) -> Any:
@@ -165,12 +197,94 @@ def expanded(known: Any, asked: Sequence[Any]) -> list[Any]:
         if isinstance(task, str) and is_file(task):
             if not Path(task).is_file():
                 raise ValueError(f"there is no file {task}; give the YAML of a task, or a name")
+            check_yaml(Path(task))
             out.append(lm_eval.tasks._yaml_loader.load_yaml(os.path.abspath(task), resolve_func=True))
         elif isinstance(task, str) and "*" in task:
             out += known.match_tasks([task]) or [task]
         else:
             out.append(task)
     return out
+
+
+def check_yaml(path: Path, seen: frozenset[Path] = frozenset()) -> None:
+    """Raise a ValueError for a task's YAML, or one that it includes, that is too large or too deep to read."""
+    path = path.resolve()
+    if path in seen:
+        raise ValueError(f"{path} includes itself; take that include out")
+    found = strict.parse_yaml(strict.read_text(path, strict.MAX_YAML).replace("!function", ""), str(path))
+    included = found.get("include", ()) if isinstance(found, dict) else ()
+    for each in (
+        [included] if isinstance(included, str) else strict.held(included or [], list[str], f"include of {path}")
+    ):
+        check_yaml(path.parent / each, seen | {path})
+
+
+@contextmanager
+def functions(trust_code: bool) -> Iterator[None]:
+    """Let tasks outside lm-eval's own collection name Python (!function) only with trust_code=true."""
+    real = lm_eval.tasks._yaml_loader._import_func_in_yml
+
+    def imported(name: str, folder: Path) -> Any:
+        if not trust_code and not Path(folder).resolve().is_relative_to(LM_EVAL.resolve()):
+            raise ValueError(
+                f"a task in {folder} names the Python function {strict.short(name)}, which could do anything on this "
+                "machine; read it, then write trust_code=true, or take !function out"
+            )
+        return real(name, folder)
+
+    with patch.object(lm_eval.tasks._yaml_loader, "_import_func_in_yml", imported):
+        yield
+
+
+@contextmanager
+def explained(suite: str, lm: Any = None) -> Iterator[None]:
+    """Turn every exception about a suite's keys or documents into one sentence, except exceptions of the model `lm`."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:  # lm-eval checks few types, so a wrong one may raise anything
+        frame = error.__traceback__
+        while lm is not None and frame is not None:
+            if frame.tb_frame.f_locals.get("self") is lm:
+                raise
+            frame = frame.tb_next
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"suite {suite} has a key or a document that lm-eval cannot use ({type(error).__name__}: {said:.300}); "
+            "correct it"
+        ) from error
+
+
+def check_keys(suite: str, asked: Sequence[Any]) -> None:
+    """Raise a ValueError about the first key of a written-out task with a value of another type than lm-eval takes."""
+    for task in asked:
+        if isinstance(task, str):
+            continue
+        own = strict.held(task, dict, f"a task of suite {suite}")
+        name = own.get("group", own.get("task"))
+        if not isinstance(name, str):
+            raise ValueError(f"suite {suite} has a task without a name; write task: NAME first in it")
+        for key, value in own.items():
+            if key in KEYS and value is not None and not callable(value):
+                strict.held(without_functions(value), KEYS[key], f"suite {suite}: {name:.60}: {key}")
+        if isinstance(own.get("task"), list):
+            check_keys(suite, own["task"])
+
+
+def without_functions(value: Any) -> Any:
+    """Return the value with texts in place of Python functions, which only trust_code=true lets in."""
+    if isinstance(value, dict):
+        return {key: without_functions(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_functions(inner) for inner in value]
+    return "function" if callable(value) else value
+
+
+def filtered(task: Any, apply: Callable[[], Any]) -> Any:
+    """Apply a task's filters to the answers; stop a regex that does not end."""
+    with templates.bounded(f"a filter of {task.task_name}", templates.SECONDS + len(task.instances) / 100):
+        return apply()
 
 
 def check_unique(suite: str, names: Sequence[Any]) -> None:
@@ -303,14 +417,31 @@ def reading(folder: Path | None, beside: Path) -> Iterator[None]:
         yield
 
 
+class Bounded(Template):
+    """Bound the work and the length of what a template writes."""
+
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        with templates.bounded("a template of the suite"):
+            said = super().render(*args, **kwargs)
+        if len(said) > strict.MAX_LINE:
+            raise ValueError(f"a template of the suite writes {len(said)} characters; {strict.MAX_LINE} are allowed")
+        return said
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
     """Run lm-eval's templates without access to Python; by default they can run any command."""
+
+    template_class = Bounded
 
     @staticmethod
     def like(real: Environment) -> Sandbox:
         made = Sandbox(loader=real.loader, undefined=real.undefined, keep_trailing_newline=real.keep_trailing_newline)
         made.filters.update(real.filters)
         return made
+
+    def from_string(self, *args: Any, **kwargs: Any) -> Any:
+        with templates.bounded("a template of the suite"):  # jinja computes constants when it compiles
+            return super().from_string(*args, **kwargs)
 
     def handle_exception(self, source: str | None = None) -> NoReturn:
         error = sys.exc_info()[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +24,9 @@ from upcycle.io import strict
 from upcycle.io.disk import make_folder, sha256, write_atomic
 from upcycle.io.publish import LOCK, digest
 
+SECRET = re.compile(r"(?i)(^|[_-])(token|key|apikey|secret|password|passwd|auth|authorization|credentials?)$")
+LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # name and password in an address
+HIDDEN = "***"
 CACHE = "cache"  # the folder of saved answers
 BEGUN = (LOCK, CACHE, "samples_*.jsonl", "*.upcycle.tmp")  # files that a killed run leaves
 
@@ -61,6 +65,36 @@ def difference(before: Mapping[str, Any], asked: Mapping[str, Any], identity: st
     return ""
 
 
+def redacted(value: Any) -> Any:
+    """Return JSON values with *** in place of secrets: texts under keys such as token, wherever else they stand too."""
+    return hidden(value, sorted(secrets(value), key=len, reverse=True))
+
+
+def secrets(value: Any) -> Iterator[str]:
+    """Yield each text that a key such as token or password names."""
+    inside = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in inside:
+        if not isinstance(inner, str):
+            yield from secrets(inner)
+        elif inner and SECRET.search(str(key)):
+            yield inner
+
+
+def hidden(value: Any, known: Sequence[str], secret: bool = False) -> Any:
+    if isinstance(value, Mapping):
+        return {key: hidden(inner, known, bool(SECRET.search(str(key)))) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [hidden(inner, known) for inner in value]
+    if not isinstance(value, str):
+        return value
+    if secret and value:
+        return HIDDEN
+    for each in known:
+        if len(each) > 7:  # a shorter word may stand anywhere
+            value = value.replace(each, HIDDEN)
+    return LOGIN.sub(HIDDEN, value)
+
+
 class Written:
     """Write the files of one run into its folder, in place of the same run's earlier files."""
 
@@ -94,6 +128,7 @@ class Written:
             self.tracker.save_results_aggregated({**results, "upcycle": dict(own)}, samples)
             [path] = Path(scratch).glob("*.json")
             value = json.loads(path.read_text(encoding="utf-8"))
+        value = redacted(value)
         value["upcycle"]["samples"] = self.sums
         value["upcycle"]["sum"] = digest(value)
         path = self.folder / f"results_{time}.json"

@@ -63,7 +63,7 @@ def main(words: Sequence[str]) -> int:
     if config.output:
         check_own(Path(config.output), rb'\A\{\n "comparisons"', "upcycle compare")
     found = compare(*group_words(names), cluster=config.cluster, equivalent=config.equivalent)
-    print(found)
+    print(frame.printable(str(found), keep="\n"))
     if config.output:
         write_atomic(Path(config.output), (json.dumps(found.json(), indent=1, allow_nan=False) + "\n").encode())
     return 0

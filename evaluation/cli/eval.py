@@ -29,5 +29,5 @@ def main(words: Sequence[str]) -> int:
 
     done = evaluate(read_config(words), shlex.join(["upcycle", "eval", *words]))
     if done:  # only in the first process
-        print(table(done))
+        print(frame.printable(table(done), keep="\n"))
     return 0

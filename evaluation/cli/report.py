@@ -45,5 +45,5 @@ def main(words: Sequence[str]) -> int:
     if not paths:
         raise ValueError("report needs something to show: report RESULTS ... RUN ... routing.json [output=report.html]")
     said = report(*group_words(paths), output=config.output, title=config.title)
-    print("\n".join([*map(frame.printable, said), config.output]))
+    print("\n".join(map(frame.printable, [*said, config.output])))
     return 0

@@ -47,5 +47,5 @@ def main(words: Sequence[str]) -> int:
         raise ValueError("routing needs a checkpoint and texts: routing CHECKPOINT TEXT [TEXT ...] [key=value ...]")
     config = read(RoutingConfig, "", [f"checkpoint={named[0]}", f"texts={json.dumps(named[1:])}", *keys])
     found = routing(config)
-    print(f"{table(found)}\n\n{config.output}")
+    print(frame.printable(f"{table(found)}\n\n{config.output}", keep="\n"))
     return 0

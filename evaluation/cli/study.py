@@ -30,5 +30,5 @@ def main(words: Sequence[str]) -> int:
 
     failures = perform(read_study(*frame.file_and_words(words)), shlex.join(["upcycle", "study", *words]))
     for sentence in failures.values():
-        print(f"upcycle: {sentence}", file=sys.stderr)
+        print(f"upcycle: {frame.printable(sentence)}", file=sys.stderr)
     return frame.USER_ERROR if failures else 0

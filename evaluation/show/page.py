@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 HERE = Path(__file__).parent
 HYPHEN = re.compile(r"(?<![\w.])-(?=[\d.])")  # a hyphen that stands for a minus
+COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 NUMBER = re.compile(r"[+−-]?[\d.]|$")
 Rows = Sequence[tuple[str, str]]
 
@@ -115,12 +116,17 @@ class Palette(dict[str, int]):
 
 def rendered(page: Page) -> str:
     """Return the page as HTML."""
-    return template().render(page=page, style=Markup((HERE / "page.css").read_text())) + "\n"
+    return shown(template().render(page=page, style=Markup((HERE / "page.css").read_text())) + "\n")
 
 
 def drawn(block: Any) -> str:
     """Return one block as HTML."""
-    return str(template().make_module({"page": Page("", "", (), (), ()), "style": ""}).block(block))  # type: ignore[attr-defined]
+    return shown(str(template().make_module({"page": Page("", "", (), (), ()), "style": ""}).block(block)))  # type: ignore[attr-defined]
+
+
+def shown(text: str) -> str:
+    """Return the text with a code for each character that commands a terminal or turns the reading direction."""
+    return COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 @cache

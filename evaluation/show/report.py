@@ -18,7 +18,7 @@ from evaluation.judge.compare import loss_table, plain, table
 from evaluation.judge.experts import routing
 from evaluation.judge.words import is_share, number
 from evaluation.show.facts import Facts, gather, sources
-from evaluation.show.page import MARK, rendered
+from evaluation.show.page import MARK, rendered, shown
 from evaluation.show.sections import page
 from evaluation.show.sentences import opening, verdicts
 from training.observe import plots
@@ -75,7 +75,7 @@ def as_json(facts: Facts) -> dict[str, Any]:
 
 
 def markdown(facts: Facts) -> str:
-    return "\n".join(markdown_lines(facts))
+    return shown("\n".join(markdown_lines(facts)))
 
 
 def markdown_lines(facts: Facts) -> Iterator[str]:

@@ -22,6 +22,7 @@ from typing import IO
 
 from tqdm import tqdm
 
+from upcycle.cli.frame import printable
 from upcycle.io.publish import acquire, opened, sign
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +106,7 @@ class Workers:
             lock.close()
             self.failures[job.name] = f"{job.name} was not started: {error}"
             return
-        tqdm.write(f"{job.name}: python -m {' '.join(command)}")
+        tqdm.write(printable(f"{job.name}: python -m {' '.join(command)}"))
         with open(job.log, "a") as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log,

@@ -29,6 +29,7 @@ from evaluation.studies.running import Job, Workers, alone, device, stopping
 from evaluation.studies.suites import Suite, before_folder, starts, suites_of
 from training.observe import metrics
 from upcycle import __version__
+from upcycle.cli.frame import printable
 from upcycle.io.disk import check_own, write_atomic
 
 
@@ -60,7 +61,7 @@ def prepared(plan: Plan) -> tuple[Workers, list[Job]]:
     every = trials(plan, lengths.steps(plan, costs, timings(plan)))
     for trial in every:
         trial.write()
-    print(lengths.described(plan, every, costs), flush=True)
+    print(printable(lengths.described(plan, every, costs), keep="\n"), flush=True)
     jobs = [*before(plan, suites), *(job_of(trial, suites, plan.config.keep) for trial in every)]
     return workers_of(plan, plan.config.workers), jobs
 
@@ -158,7 +159,7 @@ def show(plan: Plan, command: str, failures: Mapping[str, str]) -> Judged:
     write_atomic(plan.folder / "study.json", (json.dumps(about | figures, indent=1, allow_nan=False) + "\n").encode())
     html = rendered(page(title, made, judged, texts, tools, failed))
     write_atomic(plan.folder / "study.html", html.encode())
-    print("", *about["verdicts"], f"\n{plan.folder / 'study.html'}", sep="\n", flush=True)
+    print("", *map(printable, about["verdicts"]), "", printable(str(plan.folder / "study.html")), sep="\n", flush=True)
     return judged
 
 

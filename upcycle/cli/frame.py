@@ -170,9 +170,9 @@ def say_stopped(*, resumes: bool = False) -> None:
         os.write(2, f"{NAME}: stopped{more}\n".encode())  # os.write: print itself may have been interrupted
 
 
-def printable(text: str) -> str:
-    """Escape control characters, line ends and direction marks, which could control a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def printable(text: str, keep: str = "") -> str:
+    """Escape control characters, line ends and direction marks, which could control a terminal; `keep` stays."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 # ---- help

@@ -20,10 +20,14 @@ class TooMuch(ValueError):
 
 
 @contextmanager
-def bounded(what: str) -> Iterator[None]:
-    """Raise TooMuch if the work inside takes more than SECONDS or ROOM. Only the main thread can stop a loop."""
+def bounded(what: str, seconds: float = 0) -> Iterator[None]:
+    """Raise TooMuch if the work inside takes more than `seconds`, or SECONDS, of processor time, or more than ROOM.
+
+    Only the main thread can stop a loop.
+    """
+    seconds = seconds or SECONDS
     main = threading.current_thread() is threading.main_thread()
-    late = TooMuch(f"{what} computes for more than {SECONDS:g} seconds without an end; correct its loops")
+    late = TooMuch(f"{what} computes for more than {seconds:g} seconds without an end; correct it")
     stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -35,10 +39,10 @@ def bounded(what: str) -> Iterator[None]:
     limits = limit_memory()
     try:
         if main:
-            signal.setitimer(signal.ITIMER_PROF, SECONDS, SECONDS)  # again and again: jinja's optimizer drops errors
+            signal.setitimer(signal.ITIMER_PROF, seconds, seconds)  # again and again: jinja's optimizer drops errors
         yield
     except MemoryError:
-        raise TooMuch(f"{what} needs more than {ROOM} bytes of memory for one text; correct its loops") from None
+        raise TooMuch(f"{what} needs more than {ROOM} bytes of memory for one text; correct it") from None
     finally:
         if main:
             signal.setitimer(signal.ITIMER_PROF, 0)

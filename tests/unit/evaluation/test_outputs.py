@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.ask import run
+from evaluation.ask.written import redacted
 from evaluation.judge import logged
 from evaluation.studies import sample
 from tests.parity import asked
@@ -96,6 +97,36 @@ def test_what_lm_eval_wrote_is_not_replaced(place: Path, tmp_path: Path, capsys:
     assert main(["eval", "tiny", str(place / "llama"), f"output={tmp_path / 'theirs'}", *TINY]) == 2
     assert "theirs holds results of another program's evaluation" in capsys.readouterr().err
     assert content(tmp_path) == before
+
+
+def test_no_file_of_results_has_a_secret(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret, login = "hf_Abcdefgh12345678", "me:hunter22"
+    given = {
+        "token": secret,
+        "base_url": f"https://{login}@example.org/v1",
+        "headers": {"Authorization": f"Bearer {secret}"},
+    }
+    config = run.RunConfig(
+        suite="tiny", checkpoint=str(place / "llama"), model="hf", model_args=given, output=str(tmp_path / "o"), limit=1
+    )
+    ours = run.model_to_ask(run.RunConfig(suite="tiny", checkpoint=str(place / "llama"), device="cpu"))
+    monkeypatch.setattr(run, "model_to_ask", lambda _: ours)
+    run.evaluate(config, f"upcycle eval tiny llama model=hf model_args.token={secret}")
+    texts = {path: path.read_text() for path in (tmp_path / "o").rglob("*") if path.is_file()}
+    assert any(path.name.startswith("results_") and "***" in text for path, text in texts.items())
+    report = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "o"), f"output={report}"]) == 0
+    texts |= {path: path.read_text() for path in tmp_path.glob("report.*")}
+    assert not [path for path, text in texts.items() if secret in text or "hunter22" in text]
+    run.evaluate(config)  # the same evaluation takes its folder again
+
+
+def test_redacted_hides_secrets_and_nothing_else() -> None:
+    value = {"api_key": "sk-12345678", "use_auth_token": "short", "tokenizer": "org/tokenizer", "max_gen_toks": 3}
+    value |= {"inner": [{"Password": "p" * 9}], "command": f"x sk-12345678 {'p' * 9} short", "token": ""}
+    assert redacted(value) == value | {
+        "api_key": "***", "use_auth_token": "***", "inner": [{"Password": "***"}], "command": "x *** *** short",
+    }  # fmt: skip
 
 
 def test_the_tokenizer_of_a_hub_id_asks_the_same(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

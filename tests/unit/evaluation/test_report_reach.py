@@ -14,11 +14,13 @@ import pytest
 from evaluation.judge.compare import compare
 from evaluation.judge.logged import load
 from evaluation.judge.results import Group
+from evaluation.show import page
 from tests.parity import tiny
 from tests.unit.evaluation.test_compare import chosen, log, model, task, write
 from tests.unit.evaluation.test_report import Tags, made, routed
 from tests.unit.evaluation.written import save
 from upcycle.__main__ import main as upcycle
+from upcycle.cli import frame
 
 SECRET = "hf_a-secret-of-the-environment"
 ASKED = "x/${oc.env:CANARY}"
@@ -88,3 +90,16 @@ def test_no_file_of_a_report_has_markup_of_others(tmp_path: Path) -> None:
     for text in (markdown, said):
         assert "\x1b" not in text and "\u202e" not in text and not re.search(r"^# forged", text, re.MULTILINE)
     shutil.rmtree(tmp_path / "out")
+
+
+def test_no_character_commands_the_terminal_or_turns_the_text() -> None:
+    """Names of tasks, metrics and models reach the page, the Markdown file and the terminal."""
+    said = "a\x1b[2J\x1b]0;title\x07\x9b31m\u202egnp.exe\u2066\r\x7f"
+    pages = (
+        page.rendered(page.Page(said, said, (), (said,), ())),
+        page.shown(said),
+        frame.printable(f"{said}\n", keep="\n"),
+    )
+    for text in pages:
+        assert not set(text) & set("\x1b\x07\x9b\u202e\u2066\r\x7f") and "\\x1b[2J" in text
+    assert page.shown("– ½\u00a0× 雨\n\t") == "– ½\u00a0× 雨\n\t"

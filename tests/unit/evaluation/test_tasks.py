@@ -140,7 +140,7 @@ def test_what_a_task_needs_is_named(tmp_path: Path) -> None:
     text = yaml.safe_dump(written(tmp_path, "mine")) + "doc_to_decontamination_query: !function helper.f\n"
     (tmp_path / "mine" / "mine.yaml").write_text(text)
     with pytest.raises(ValueError, match="needs a_package_that_is_not_here, which is not installed"):
-        tasks.load(suite(tmp_path, "mine", folders=[str(tmp_path / "mine")]))
+        tasks.load(suite(tmp_path, "mine", folders=[str(tmp_path / "mine")]), trust_code=True)
 
 
 def test_a_mesh_of_more_processes_than_there_are_is_a_sentence(tmp_path: Path) -> None:
