@@ -42,6 +42,7 @@ from benchmarks.speeds import (
     ratios,
     shown,
 )
+from tests.parallel.models import SPECS
 from training.cli.estimate import main as plan
 from training.config.schema import ModelConfig, TrainConfig
 from training.config.stages import Stage
@@ -52,6 +53,7 @@ from training.estimating.budget import ACCURACY, bill
 from training.estimating.estimate import lasting, seconds_of
 from training.estimating.hardware import Hardware, Link
 from training.estimating.mappings import ranked
+from training.estimating.memory import memory
 from training.estimating.recommend import BASIS
 from training.estimating.seconds import (
     ACTIVATION,
@@ -77,6 +79,7 @@ from training.estimating.seconds import (
 )
 from training.islands.config import IslandsConfig
 from training.optim.balance import BalanceConfig
+from training.optim.config import OptimConfig
 from training.optim.teacher import TeacherConfig
 from training.parallel.mesh import MeshConfig
 from training.run.record import MOST, obstacle
@@ -88,6 +91,15 @@ def test_rows_that_were_measured_are_predicted() -> None:
     for row in ROWS:
         if row.use in WITHIN:
             assert (abs(error(row)) <= WITHIN[row.use]) == (row.what not in MISSED), (row.what, error(row))
+
+
+def test_muon_reads_and_writes_one_moment_of_matrices_and_two_of_the_rest() -> None:
+    spec, card = SPECS["moe"], hardware.read("h200")
+    config = TrainConfig(model=ModelConfig(source="none"), data=DataConfig(sequence=32), batch=8, micro_batch=1)
+    muon = replace(config, optim=OptimConfig(name="muon"))
+    spared = memory(spec, config, 1).moments - memory(spec, muon, 1).moments
+    adamw, less = (step(spec, each, 1, card).optimizer for each in (config, muon))
+    assert adamw - less == pytest.approx(2 * FUSED * spared / (card.bandwidth * 1e9), rel=0.01)
 
 
 def test_every_page_says_the_spread_of_these_rows() -> None:
@@ -476,8 +488,8 @@ def test_a_recorded_step_has_no_host(
 
 def test_a_plan_knows_how_much_a_recorded_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that takes more than half of the memory is not recorded, in the table, for a stage, and for the law."""
-    for memory, waits in ((1000.0, False), (1e-3, True)):
-        card = replace(SLOW, memory=memory)
+    for size, waits in ((1000.0, False), (1e-3, True)):
+        card = replace(SLOW, memory=size)
         _, own = ranked(D, ALONE, 1, card)
         assert (own.seconds.host > 0) == waits
         assert seconds_of(D, ALONE, 1, card) == own.seconds.total
