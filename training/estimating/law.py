@@ -178,7 +178,7 @@ def warnings(case: Case) -> Sequence[str]:
         )
     if case.granularity > 1 and case.choice == "any":
         found.append(
-            "a free top-k mixes slices of different copies: on SmolLM2-135M it ended 0.30 nats behind dense "
+            "a free top-k mixes slices of different copies: on SmolLM2-135M it ended 0.26 nats behind dense "
             "(docs/science.md); write router.choice=each-slice"
         )
     return found
