@@ -39,15 +39,13 @@ class ChatConfig:
     system: str = ""  # the system message, which comes before the conversation
     tokens: int = 512  # tokens of an answer, at most
     temperature: float | None = None  # 0: always take the likeliest token; null: as generation_config.json says
-    top_p: float | None = (
-        None  # draw from the likeliest tokens of this total probability; null: as generation_config.json says
-    )
+    # draw from the likeliest tokens of this total probability; null: as generation_config.json says
+    top_p: float | None = None
     seed: int | None = None  # seed of the draws; null: another one each time
     device: str = ""  # cuda | cpu; "": cuda if there is one
     dtype: str = ""  # float32 | bfloat16 | float16; "": float32 on a CPU, bfloat16 on a GPU
-    trust_remote_code: bool = (
-        False  # run code from the model's folder; read it first, because a stranger may have written it
-    )
+    # run code from the model's folder; read it first, because a stranger may have written it
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         rules = {"tokens": at_least(1), "temperature": at_least(0), "top_p": share_of_one(), "seed": at_least(0)}

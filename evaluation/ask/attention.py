@@ -150,9 +150,8 @@ class Remembering:
     scale: float
     cap: float  # soft cap of the logits; 0: none
     memory: Memory
-    latent: int = (
-        0  # values are this many first numbers of a key, and are not stored twice; 0: values are stored by themselves
-    )
+    # values are this many first numbers of a key, and are not stored twice; 0: values are stored by themselves
+    latent: int = 0
 
     def __call__(
         self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen, sink_H: Tensor | None = None

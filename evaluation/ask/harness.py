@@ -72,9 +72,8 @@ class ModelConfig(AskConfig):
     pretrained: str = ""  # a Hugging Face folder, a hub id, or a training run's folder
     max_gen_toks: int = 0  # tokens of a written answer at most; 0: as the task says, or 256
     cache: str = ""  # a folder that keeps the answers of each model; "": keep none
-    batch_size: Any = (
-        None  # lm-eval passes it; our engine ignores it, because `forward_tokens` sets the size of a forward
-    )
+    # lm-eval passes it; our engine ignores it, because `forward_tokens` sets the size of a forward
+    batch_size: Any = None
     max_batch_size: Any = None  # the same as batch_size
 
     def __post_init__(self) -> None:

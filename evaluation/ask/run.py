@@ -67,21 +67,17 @@ class RunConfig(AskConfig):
     output: str = ""  # the folder to make; "": runs/eval/SUITE-NAME-DIGEST, with a digest of model and options
     log_samples: bool = False  # keep documents and whole prompts in samples_TASK_*.jsonl, as lm-eval does
     name: str = ""  # the model's name in tables; "": the checkpoint's
-    model: str = (
-        NAME  # upcycle (ours) | hf | vllm | another model type of lm-eval's, for models that our decoder cannot run
-    )
+    # upcycle (ours) | hf | vllm | another model type of lm-eval's, for models that our decoder cannot run
+    model: str = NAME
     model_args: dict[str, Any] = field(default_factory=dict)  # arguments for lm-eval's model: {batch_size: 8}
     generate: int = 0  # tokens of a written answer at most; 0: as the task says, or 256
-    gen_kwargs: dict[str, Any] = field(
-        default_factory=dict
-    )  # these replace a task's own: {max_gen_toks: 64, until: [Q]}
-    apply_chat_template: Any = (
-        False  # true: make prompts conversations by the tokenizer's template; or the name of a template
-    )
+    # these replace a task's own: {max_gen_toks: 64, until: [Q]}
+    gen_kwargs: dict[str, Any] = field(default_factory=dict)
+    # true: make prompts conversations by the tokenizer's template; or the name of a template
+    apply_chat_template: Any = False
     system_instruction: str = ""  # a text before every prompt
-    fewshot_as_multiturn: bool | None = (
-        None  # make examples turns of the conversation; null: yes if there is a chat template
-    )
+    # make examples turns of the conversation; null: yes if there is a chat template
+    fewshot_as_multiturn: bool | None = None
     seeds: tuple[int, ...] = ()  # of python, numpy, torch and examples, or one for all; []: lm-eval's 0 and 1234
 
     def __post_init__(self) -> None:

@@ -46,9 +46,8 @@ class CompareConfig:
     # a row's name: a margin; two one-sided t-tests over seeds say whether B is equivalent to A. {law: 0.005} is in nats
     # for a validation set, {mmlu: 0.01} a share of right answers
     equivalent: Any = field(default_factory=dict)
-    cluster: str = (
-        ""  # a key of documents (file, passage, ...) whose items count as one; "": the first key in the samples
-    )
+    # a key of documents (file, passage, ...) whose items count as one; "": the first key in the samples
+    cluster: str = ""
 
 
 @frame.command()

@@ -35,9 +35,8 @@ class Losses:
     flops: float | None
     at_equal_tokens: Mapping[str, tuple[Loss, ...]] = field(default_factory=dict)  # by group, except the first
     at_equal_flops: Mapping[str, tuple[Loss, ...]] = field(default_factory=dict)
-    midway: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # tokens | FLOPs -> runs that are read before their end
+    # tokens | FLOPs -> runs that are read before their end
+    midway: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def sides(self) -> dict[str, Mapping[str, tuple[Loss, ...]]]:

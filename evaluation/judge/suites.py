@@ -46,9 +46,8 @@ class Difference:
     p_holm: float = math.nan
     seeds: int = 1
     clusters: int = 0  # the number of clusters of items
-    items_low: float = (
-        math.nan
-    )  # 95 % interval over clusters of items, for these same models; nan with too few clusters
+    # 95 % interval over clusters of items, for these same models; nan with too few clusters
+    items_low: float = math.nan
     items_high: float = math.nan
 
     @property

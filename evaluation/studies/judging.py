@@ -80,9 +80,8 @@ class Judged:
     outcomes: tuple[Run, ...] = ()
     contrasts: tuple[Contrast, ...] = ()
     curves: Mapping[str, tuple[Band, ...]] = field(default_factory=dict)  # by mean or set
-    differences: Mapping[str, tuple[Band, ...]] = field(
-        default_factory=dict
-    )  # differences to the control at equal tokens
+    # differences to the control at equal tokens
+    differences: Mapping[str, tuple[Band, ...]] = field(default_factory=dict)
     layers: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)  # by measure, by arm
     overall: Mapping[str, tuple[Band, ...]] = field(default_factory=dict)  # by what
     kept: tuple[Kept, ...] = ()

@@ -56,9 +56,8 @@ class StudyConfig:
     arms: Any = field(default_factory=dict)
     control: str = ""  # the others are compared with this arm; "": the first
     seeds: tuple[int, ...] = (0, 1, 2)  # seeds for the order of the data and for routers; an interval needs three
-    means: Any = field(
-        default_factory=dict
-    )  # name: validation sets, whose mean is a headline; {}: one mean of all sets
+    # name: validation sets, whose mean is a headline; {}: one mean of all sets
+    means: Any = field(default_factory=dict)
     # the one comparison whose p is not corrected, named before training: {arm: ARM, at: tokens | flops | seconds,
     # mean: a name of `means`}; {}: correct all
     primary: Any = field(default_factory=dict)
@@ -69,9 +68,8 @@ class StudyConfig:
     timing: int = 30  # steps of the run that measures an arm's speed, for match: seconds
     workers: int = 1  # runs at once
     devices: tuple[str, ...] = ()  # a CUDA_VISIBLE_DEVICES for each worker, in turn; (): leave it as it is
-    keep: bool = (
-        True  # keep the last checkpoints; false: remove them after a run; a suite that is added later trains again
-    )
+    # keep the last checkpoints; false: remove them after a run; a suite that is added later trains again
+    keep: bool = True
     judge: bool = False  # only make the page from the runs so far; works while the study runs
 
     def __post_init__(self) -> None:

@@ -5,8 +5,8 @@ usage: upcycle estimate [CONFIG] gpus=N [hardware=NAME] [budget=AMOUNT] [price=P
 
   upcycle estimate my.yaml gpus=8                  # the config's mapping, and others by memory
   upcycle estimate llama3-8b-e8t2 model.upcycle.source=./llama gpus=16 mesh.ep=4 model.recompute=full
-  upcycle estimate my.yaml gpus=8 hardware=h100 budget="100B tokens" price=2.5 seen=15T   # the fastest mappings that
-  fit upcycle estimate my.yaml gpus=1 islands=4 link=1Gb/s    # also what islands send each other
+  upcycle estimate my.yaml gpus=8 hardware=h100 budget="100B tokens" price=2.5 seen=15T   # the fastest that fit
+  upcycle estimate my.yaml gpus=1 islands=4 link=1Gb/s    # also what islands send each other
   upcycle estimate bench-deepseek-v3 gpus=256 hardware=h100 mesh.ep=64 mesh.pp=4 batch=512   # from sizes alone
   upcycle estimate measure=mine.yaml                      # write this machine's hardware file, in a minute
   upcycle estimate measure=mine.yaml nproc=8              # also measure the links between its cards

@@ -38,15 +38,13 @@ class MeshConfig:
     tp: int = 1  # tensor parallel: divides heads and neurons, and the sequence in between
     cp: int = 1  # context parallel: a sequence is cut into 2 * cp pieces, and a rank holds an early and a late one
     pp: int = 1  # pipeline stages
-    dp_replicate: int = (
-        1  # copies of the sharded model (HSDP): gathers stay inside a copy, gradients cross copies copies
-    )
+    # copies of the sharded model (HSDP): gathers stay inside a copy, gradients cross copies
+    dp_replicate: int = 1
     ep: int = 1  # expert parallel: whole experts
     etp: int = 1  # experts' tensor parallel: a slice of every expert's neurons
     context: str = "ring"  # attention of cp: ring | ulysses (training/parallel/context.py)
-    schedule: str = (
-        "1f1b"  # schedule schedule of the pipeline: gpipe | 1f1b | interleaved | zero_bubble | zbv (pipeline.py)
-    )
+    # schedule of the pipeline: gpipe | 1f1b | interleaved | zero_bubble | zbv (pipeline.py)
+    schedule: str = "1f1b"
     dispatcher: str = "alltoall"  # how tokens travel to experts: the name of a file of training/dispatch
     # with dispatcher=nvlink, the rows that a rank's experts have memory for, as a multiple of balanced routing; the
     # host never asks how many come, and more rows end the run
