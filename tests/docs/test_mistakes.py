@@ -20,6 +20,7 @@ from upcycle.__main__ import main
 # fmt: off
 # what the user did; the words that were typed; what of the sentence leads to the fix
 MISTAKES = [
+    ('a ready config whose model is not here', 'estimate qwen3-8b-slices gpus=8', 'model.upcycle.source: '),
     ('a typo in the folder', 'plan source=./lama', 'name one, or download the model there (hf download org/name'),
     ('a file in place of its folder', 'plan source=llama/model.safetensors', 'give llama'),
     ('an empty folder', 'plan source=empty', 'config.json, *.safetensors and a tokenizer'),

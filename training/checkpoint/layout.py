@@ -124,6 +124,14 @@ def past_of(source: str | Path, checkpoint: Checkpoint, manifest: Mapping[str, A
 Observe = Callable[[UpcyclePlan, Sequence[Checkpoint]], Mapping[str, Tensor]]
 
 
+def named(key: str, source: str) -> Checkpoint:
+    """Open a dense model; name the key in the error if there is none."""
+    try:
+        return Checkpoint.open(source)
+    except ValueError as error:
+        raise ValueError(f"model.upcycle.{key}: {error}") from None
+
+
 @contextmanager
 def online(config: UpcycleConfig, observe: Observe = measure.measure, *, text: bool = False) -> Iterator[Origin]:
     """Open the Origin of what `upcycle convert` would write, made while it is read. `observe`: returns measurements on
@@ -133,7 +141,8 @@ def online(config: UpcycleConfig, observe: Observe = measure.measure, *, text: b
         raise ValueError("model.upcycle names no dense model; write model.upcycle.source=FOLDER, or a hub id")
     with ExitStack() as stack:
         names = [config.source or config.donors[0], *config.donors]
-        checkpoints = [stack.enter_context(Checkpoint.open(name)) for name in names]
+        keys = ["source" if config.source else "donors", *("donors" for _ in config.donors)]
+        checkpoints = [stack.enter_context(named(key, name)) for key, name in zip(keys, names, strict=True)]
         plan = build(config, checkpoints, text=text)
         if plan.needs_text:
             plan = replace(plan, observed=observe(plan, checkpoints))

@@ -18,7 +18,7 @@ Islands are runs that share one model over a slow link. A server keeps the model
   upcycle train my.yaml output=runs/island-0 islands.join=localhost:29600 islands.secret=secret   # one per machine
   upcycle train my.yaml output=runs/try islands.local=2                # everything on this machine
 
-A run that is asked to stop saves and exits with code 75. Keys with defaults and meaning: docs/config.md
+A run that is asked to stop saves and exits with code 75 (with nproc: 130 or 143). Keys with defaults: docs/config.md
 """
 
 from __future__ import annotations

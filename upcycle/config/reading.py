@@ -102,6 +102,11 @@ def loaded(file: str, ready: Path) -> dict[str, Any]:
     found = literal(strict.read_json(path)) if by_program else strict.read_yaml(path)
     if isinstance(found, dict) and {"plan", "promise", "config", "method"} <= found.keys():
         found = of_manifest(found)
+    elif by_program and isinstance(found, dict) and {"format", "trained"} <= found.keys():
+        raise ValueError(
+            f"{file} is the record of a trained model, not a plan; plan its run's model.upcycle keys, or read "
+            f"the folder with upcycle inspect {path.parent}"
+        )
     if not isinstance(found, dict):
         kind = "a list" if isinstance(found, list) else "plain text" if found else "nothing"
         raise ValueError(f"{file} holds {kind}, not keys and values; write lines such as experts: 8")

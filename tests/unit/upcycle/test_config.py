@@ -31,3 +31,9 @@ def test_an_older_manifest_means_the_same_under_the_names_of_today() -> None:
     assert config.calibration == Calibration(("a.txt",), 64, sequence=16)
     with pytest.raises(ValueError, match=r"unknown key 'calibration.length'; write calibration.sequence"):
         read(UpcycleConfig, "", ["calibration.length=16"])
+
+
+def test_the_record_of_a_training_is_not_a_plan(tmp_path: Path) -> None:
+    (tmp_path / "upcycle.json").write_text('{"format": 1, "from": "x", "trained": []}')
+    with pytest.raises(ValueError, match=r"is the record of a trained model, not a plan; .*upcycle inspect"):
+        read(UpcycleConfig, str(tmp_path / "upcycle.json"))
