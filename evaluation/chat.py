@@ -229,7 +229,7 @@ def folder_of(source: str) -> Path:
 
         run, _ = standalone.training_run(path)
         if run is not None:
-            return export_of(source, strict.read_object(standalone.settings_file(run)))
+            return export_of(source, standalone.settings_of(run))
     with Checkpoint.open(source) as checkpoint:  # read every header, and check it against its file
         hub_id = hub_match(source) if checkpoint.config.get("auto_map") else None
         return downloaded(hub_id, ["*.py"]) if hub_id else checkpoint.folder

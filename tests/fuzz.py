@@ -7,6 +7,7 @@ call of more than SECONDS, one that takes more than MEMORY, and one that shows a
 
     python -m tests.fuzz                       # all readers, 1,000 mutants of each
     python -m tests.fuzz --count 3000 routing  # one, longer; --first 3000 goes on from there
+    python -m tests.fuzz --bits 500            # one flipped bit in each file of a run, shards and exports: is it named?
 
 tests/unit/test_fuzz.py has a small slice. Each reader runs in a process of its own, so that an abort is a fault too.
 """
@@ -56,6 +57,7 @@ from evaluation.show.report import as_json, markdown
 from evaluation.show.sections import page
 from evaluation.studies.judging import outcome
 from evaluation.studies.plan import read_study
+from tests import bits
 from tests.parity import test_siblings, tiny
 from tests.unit.evaluation import test_compare, test_report
 from tests.unit.training import test_data
@@ -77,6 +79,7 @@ from upcycle.config.reading import read
 from upcycle.config.schema import Calibration, Router, UpcycleConfig
 from upcycle.converting import card
 from upcycle.converting import convert as converting
+from upcycle.io import publish
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.io.disk import sha256
 from upcycle.io.job import Worker
@@ -448,8 +451,16 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", help=", ".join(READERS))
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--bits", type=int, default=0, help="flip this many single bits instead (tests/bits.py)")
+    parser.add_argument("--seed", type=int, default=0, help="of --bits")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
+    if options.bits:
+        with tempfile.TemporaryDirectory() as folder:
+            flips = bits.flip(Path(folder), options.bits, options.seed, restore)
+        print("\n".join([*map(flips.line, bits.USES), *(f"    {n} {name}" for name, n in flips.harmless.items())]))
+        print("\n".join(flips.silent))
+        return 1 if flips.silent else 0
     if options.child:
         at, place = Path(options.child, "at"), Path(options.child, "place")
         place.mkdir()
@@ -761,7 +772,7 @@ def sign_shards(folder: Path) -> None:
         for kind in (kind for kind in ("tokens", "documents", "scored") if kind in row):
             data = (path.parent / row[kind]["file"]).read_bytes()
             row[kind] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    path.write_text(json.dumps(meta))
+    path.write_bytes(publish.signed(meta))
 
 
 def tokenizer(folder: Path) -> None:

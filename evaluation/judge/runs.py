@@ -100,7 +100,7 @@ def steps_of(folder: Path) -> int:
     config = standalone.settings_file(folder)
     if not config.is_file():
         return 0
-    steps: int = strict.held(strict.read_object(config).get("steps"), strict.Count, f"{config}.steps")
+    steps: int = strict.held(standalone.settings_of(folder).get("steps"), strict.Count, f"{config}.steps")
     return steps
 
 

@@ -16,13 +16,11 @@ from training.checkpoint import standalone
 from training.checkpoint.storage import read_manifest
 from training.config.resume import flat, shown
 from training.config.schema import ModelConfig, TrainConfig
-from upcycle.io import strict
 
 
 def config_of(folder: Path) -> dict[str, Any]:
     """Return the settings of a run; empty if it has no run.json."""
-    path = standalone.settings_file(folder)
-    return strict.read_object(path) if path.is_file() else {}
+    return standalone.settings_of(folder) if standalone.settings_file(folder).is_file() else {}
 
 
 def settings(folder: Path) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import fuzz
+from tests import bits, fuzz
 from tests.fuzz import READERS, Reader
 
 # of each reader; those whose one call is slow have less
@@ -35,6 +35,35 @@ def test_whatever_a_file_holds_it_is_read_or_refused_in_a_sentence(name: str, tm
     report = fuzz.fuzz(name, SLICE.get(name, 40), tmp_path)
     assert not report.faults, "\n".join(f"{what}: number {numbers}" for what, numbers in report.faults.items())
     assert report.read + report.refused == report.mutants
+
+
+def test_one_flipped_bit_of_a_run_a_shard_folder_or_an_export_is_named_or_changes_nothing(tmp_path: Path) -> None:
+    flips = bits.flip(tmp_path, 40, 0, fuzz.restore)
+    assert not flips.silent, "\n".join(flips.silent)
+    assert sum(flips.harmless.values()) <= 6 and {folder for folder, _ in flips.counts} == {*bits.USES}
+
+
+def test_a_flipped_bit_that_changes_an_answer_without_a_word_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(place: Path) -> None:
+        for name in ("run", "export"):
+            (place / name).mkdir()
+            (place / name / "a.txt").write_text("word")
+
+    def refuse(file: Path) -> str:
+        if file.read_text() != "word":
+            raise ValueError(f"{file} has changed")
+        return "word"
+
+    uses = {
+        "run": lambda place: iter([lambda: (place / "run" / "a.txt").read_bytes()]),
+        "export": lambda place: iter([lambda: refuse(place / "export" / "a.txt")]),
+    }
+    monkeypatch.setattr(bits, "make", make)
+    monkeypatch.setattr(bits, "USES", uses)
+    flips = bits.flip(tmp_path, 8, 0, fuzz.restore)
+    assert flips.counts == {("run", "silent"): 4, ("export", "named"): 4} and len(flips.silent) == 4
 
 
 def hang(text: str) -> None:

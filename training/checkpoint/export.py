@@ -23,8 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from training.checkpoint.layout import Index, Origin, Stored, bounds, joined, roles
-from training.checkpoint.standalone import settings_file
-from training.checkpoint.storage import Shards
+from training.checkpoint.standalone import settings_of
+from training.checkpoint.storage import Shards, not_finite
 from training.model.decoder import Decoder
 from training.model.lora import delta, pairs
 from training.model.names import plain_name
@@ -33,7 +33,7 @@ from training.parallel.collectives import gather, local, together
 from upcycle.arch.targets.upcycled import MODELING
 from upcycle.config.reading import byte_size
 from upcycle.converting import card
-from upcycle.io import disk, publish, strict
+from upcycle.io import disk, publish
 from upcycle.io.checkpoint import INDEX
 from upcycle.io.job import JOB, Worker, check_first, explained, job, read_json
 from upcycle.verifying.inspect import read_manifest
@@ -133,9 +133,21 @@ def write_shard(path: Path, group: Sequence[Stored], weights: Weights) -> dict[s
         stream.write(disk.header(group))
         for stored in group:
             parts = {role: weights.role(role) for role, _ in stored.roles}
-            stream.write(joined(stored, parts).to(getattr(torch, stored.dtype)).contiguous())
+            whole = joined(stored, parts).to(getattr(torch, stored.dtype)).contiguous()
+            check_finite({stored.name: whole})
+            stream.write(whole)
             bar.update(stored.bytes)
     return {"bytes": stream.bytes, "sha256": stream.sha256}
+
+
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError if a tensor to export is not finite."""
+    if name := not_finite(tensors):
+        dtype = str(tensors[name].dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{name} is not finite in {dtype}, so the model is not exported; export an earlier checkpoint with upcycle "
+            "export RUN/checkpoints/step-NUMBER FOLDER"
+        )
 
 
 def provenance(origin: Origin, facts: card.Training) -> dict[str, Any]:
@@ -195,6 +207,8 @@ def exported(folder: Path) -> bool:
     manifest = read_manifest(folder)
     if manifest:
         shutil.rmtree(folder / JOB, ignore_errors=True)  # left if a kill came right after the rename
+    if manifest and "sum" in manifest:
+        publish.unsigned(manifest, folder / publish.MANIFEST, f"remove {folder}, or choose another folder")
     if manifest and (said := next(publish.damages(folder / publish.MANIFEST, manifest["files"]), "")):
         raise ValueError(f"{said}, so {folder} has changed since the export; remove it, or choose another folder")
     if manifest is None and folder.exists():
@@ -227,7 +241,7 @@ def facts_of(run: Path, step: int) -> card.Training:
 
 def data_of(run: Path) -> list[str]:
     """Return the names of the run's training data, with those of its stages."""
-    settings = strict.read_object(settings_file(run))
+    settings = settings_of(run)
     parts = [part for part in (settings, *settings.get("stages", ())) if isinstance(part, dict)]
     data = [part["data"] for part in parts if isinstance(part.get("data"), dict)]
     trains = [each if isinstance(each, dict) else {"path": each} for one in data for each in one.get("train") or ()]

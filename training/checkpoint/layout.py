@@ -7,6 +7,7 @@ an MoE on disk. export.py writes the same layout again at any time.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,9 @@ from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card
 from upcycle.converting.make import Maker
+from upcycle.io import publish
 from upcycle.io.checkpoint import Checkpoint, pinned
+from upcycle.io.publish import MANIFEST
 from upcycle.io.strict import short
 from upcycle.planning.plan import UpcyclePlan, build
 from upcycle.text import measure
@@ -100,6 +103,7 @@ def opened(source: str | Path) -> Iterator[Origin]:
     with Checkpoint.open(source) as checkpoint:
         entries = {name: (entry.shape, entry.dtype) for name, entry in checkpoint.entries.items()}
         manifest, files = read_manifest(checkpoint.folder) or {}, checkpoint.copied_files()
+        check_listed(checkpoint.folder, manifest)
         settings = manifest.get("config")
         origin = described(source, checkpoint.config, checkpoint.read, files, settings, entries)
         for stored in origin.tensors:
@@ -110,6 +114,16 @@ def opened(source: str | Path) -> Iterator[Origin]:
                     "do the two belong together?"
                 )
         yield replace(origin, past=past_of(source, checkpoint, manifest), terms=card.terms(checkpoint.folder))
+
+
+def check_listed(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a folder's manifest has changed, and warn of changed files next to the weights, which a
+    person may have edited."""
+    if "sum" in manifest:
+        publish.unsigned(manifest, folder / MANIFEST, "copy the folder again")
+    small = {name: line for name, line in manifest.get("files", {}).items() if not name.endswith(".safetensors")}
+    for said in publish.damages(folder / MANIFEST, small) if manifest else ():
+        warnings.warn(f"{said}; it is used as it is", stacklevel=2)
 
 
 def past_of(source: str | Path, checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Past:

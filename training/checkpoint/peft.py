@@ -21,7 +21,7 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import Tensor
 
-from training.checkpoint.export import Weights, provenance, unfinished
+from training.checkpoint.export import Weights, check_finite, provenance, unfinished
 from training.checkpoint.layout import Origin
 from training.model.layers import Linear
 from training.model.lora import LoraConfig, adaptable
@@ -76,6 +76,7 @@ def write_folder(folder: Path, weights: Weights, origin: Origin, lora: LoraConfi
             path += ".base_layer"
         for key, tensor in (("lora_A", a), ("lora_B", b)):
             tensors[f"base_model.model.{path}.{key}.weight"] = tensor.contiguous()
+    check_finite(tensors)
     if isinstance(origin.spec, MoESpec):
         refused = DENSE.format(origin.spec.layers[0])
         modules, parameters = [*modules, refused], [*parameters, f"{refused}.weight"]

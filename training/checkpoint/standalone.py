@@ -2,15 +2,18 @@
 
     RUN/origin/config.json, tokenizer.json, ...    as in an export
     RUN/origin/observed.safetensors                upcycling's measurements on text, if any
-    RUN/origin/origin.json                         which model this is, and its plan as a table; written last
+    RUN/origin/origin.json                         which model this is, its plan as a table, and the sum of each file
+                                                   next to it and of itself; written last
 
 With a checkpoint's weights this is enough to resume, evaluate or export without the dense model and the measured text.
+A file that differs from its sum is refused; folders of older versions have no sums, which is said.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -37,18 +40,18 @@ from upcycle.arch.targets.upcycled import MODELING
 from upcycle.config.reading import build
 from upcycle.config.schema import UpcycleConfig, renamed
 from upcycle.converting import card
-from upcycle.io import strict
+from upcycle.io import publish, strict
 from upcycle.io.checkpoint import COPIED, TERMS, Checkpoint, own, read_header
-from upcycle.io.disk import make_folder, sweep, write_atomic
-from upcycle.io.job import read_json
+from upcycle.io.disk import make_folder, sha256, sweep, write_atomic
 from upcycle.io.strict import short
 from upcycle.planning.plan import UpcyclePlan
 from upcycle.text import measure
 from upcycle.verifying.inspect import Settings
 
 FOLDER, CONFIG, OBSERVED, RECORD = "origin", "config.json", "observed.safetensors", "origin.json"
-MARK = "measured"  # in OBSERVED's metadata: the digest of the measured model, settings and text
+MARK, SUM = "measured", "sum"  # in OBSERVED's metadata: digests of its inputs (model, settings, text), of its tensors
 RUN = "run.json"  # the run's own config; config.json is a model's
+RESTORE = "bring it back from a copy"
 
 
 class Made(TypedDict):
@@ -64,6 +67,7 @@ class Named(TypedDict):
 class Record(TypedDict):
     model: Named
     files: list[str]
+    sums: NotRequired[Mapping[str, str]]  # sha256 of each file that an export is made of
     settings: NotRequired[Settings | None]
     terms: NotRequired[Mapping[str, str]]  # licence and similar, of the base model
     past: NotRequired[layout.Past]
@@ -77,16 +81,18 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
     make_folder(home)
     sweep(home)
     (home / RECORD).unlink(missing_ok=True)  # without the record the rest is ignored
-    for path in origin.files:
-        write_atomic(home / path.name, path.read_bytes())
-    write_atomic(home / CONFIG, json.dumps(dict(origin.config), indent=2).encode() + b"\n")
+    held = {path.name: path.read_bytes() for path in origin.files}
+    held[CONFIG] = json.dumps(dict(origin.config), indent=2).encode() + b"\n"
+    for name, data in held.items():
+        write_atomic(home / name, data)
     if plan is None or not plan.observed:
         (home / OBSERVED).unlink(missing_ok=True)
     elif mark_of(home / OBSERVED) is None:  # else it was written after measuring
-        write_atomic(home / OBSERVED, save(dict(plan.observed)))
-    record = {
+        keep_measured(home / OBSERVED, plan.observed)
+    record: dict[str, Any] = {
         "model": named(config),
         "files": [path.name for path in origin.files],
+        "sums": {name: hashlib.sha256(data).hexdigest() for name, data in held.items() if name != MODELING.name},
         "settings": origin.settings,
         "terms": origin.terms,
         "past": asdict(origin.past),
@@ -94,7 +100,7 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
     }
     if origin.dense.carried is not None:
         record["tensors"] = [(stored.name, stored.shape, stored.dtype) for stored in origin.tensors]
-    write_atomic(home / RECORD, json.dumps(record, indent=2).encode() + b"\n")
+    write_atomic(home / RECORD, publish.signed(json.loads(json.dumps(record))))
 
 
 def kept(folder: Path) -> Origin:
@@ -106,6 +112,9 @@ def kept(folder: Path) -> Origin:
             "once more, which writes it"
         )
     files = [published(home / Path(name).name) for name in record["files"]]
+    for path in [home / CONFIG, *files] if "sums" in record else ():
+        if path.name != MODELING.name and sha256(path) != record["sums"].get(path.name):  # exports have today's code
+            raise ValueError(f"{path} has changed since it was written: its sha256 differs; {RESTORE}")
     entries = {name: (tuple(shape), dtype) for name, shape, dtype in record.get("tensors", ())} or None
     config = strict.read_object(home / CONFIG)
     origin = layout.described(folder, config, no_weights, files, record.get("settings"), entries)
@@ -140,10 +149,11 @@ def named(config: ModelConfig) -> Any:
 
 
 def recorded(folder: Path) -> Record | None:
+    """Return the record of a run's model, or None if it has none."""
     path = folder / FOLDER / RECORD
-    record = read_json(path)
-    if not isinstance(record, dict) or "model" not in record:
+    if not path.is_file():
         return None
+    record = publish.unsigned(strict.read_object(path), path, f"{RESTORE}, or remove it, and the next start writes it")
     return cast(Record, strict.held(record, Record, str(path)))
 
 
@@ -187,18 +197,22 @@ def settings_file(run: Path) -> Path:
     return run / (RUN if (run / RUN).is_file() else CONFIG)
 
 
+def settings_of(run: Path) -> dict[str, Any]:
+    """Return the config of a run; raise a ValueError if its file has changed since a run wrote it."""
+    path = settings_file(run)
+    return publish.unsigned(strict.read_object(path), path, RESTORE)
+
+
 def dtype_of(run: Path) -> str:
     """Return a run's compute dtype from its config, or ""."""
-    settings = read_json(settings_file(run))
-    model = settings.get("model") if isinstance(settings, dict) else None
+    model = settings_of(run).get("model")
     dtype = model.get("dtype") if isinstance(model, dict) else None
     return dtype if dtype in COMPUTE else ""
 
 
 def attach_adapters(model: Decoder, run: Path) -> None:
     """Add the run's adapters to a model on the meta device."""
-    settings = strict.read_object(settings_file(run))
-    lora = settings.get("lora")  # runs of older versions have none
+    lora = settings_of(run).get("lora")  # runs of older versions have none
     if lora is not None:
         with torch.device("meta"):
             attach(model, build(LoraConfig, lora, "lora."))
@@ -248,18 +262,39 @@ def measured_once(
             for each in text:
                 sha.update(each.numpy().tobytes())
             if path is not None and mark_of(path) == sha.hexdigest():
-                found = measure.read(path, plan)
+                found = read_measured(path, plan)
             else:
                 found = measure.measure(plan, checkpoints, text=text, device=device)
-                keep_measured(path, found, sha.hexdigest())
+                if path is not None:
+                    keep_measured(path, found, {MARK: sha.hexdigest()})
     return broadcast_tensors(found)
 
 
-def keep_measured(path: Path | None, found: Mapping[str, Tensor], mark: str) -> None:
-    """Write measurements with the digest of their inputs."""
-    if path is not None:
-        make_folder(path.parent)
-        write_atomic(path, save(dict(found), {MARK: mark}))
+def keep_measured(path: Path, found: Mapping[str, Tensor], facts: Mapping[str, str] | None = None) -> None:
+    """Write measurements with their digest and these facts."""
+    make_folder(path.parent)
+    write_atomic(path, save(dict(found), {**(facts or {}), SUM: digest_of(found)}))
+
+
+def read_measured(path: Path, plan: UpcyclePlan) -> Mapping[str, Tensor]:
+    """Read measurements; raise a ValueError if they have changed since they were written."""
+    found = measure.read(path, plan)
+    with safe_open(path, "pt") as file:
+        stated = (file.metadata() or {}).get(SUM)
+    if stated is None:
+        warnings.warn(publish.NO_SUM.format(path), stacklevel=2)
+    elif stated != digest_of(found):
+        said = f"{path} has changed since it was written: its sum differs"
+        raise ValueError(f"{said}; {RESTORE}, or remove it to measure again")
+    return found
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    sha = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        sha.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
 
 
 def mark_of(path: Path) -> str | None:
@@ -277,4 +312,4 @@ def measured_before(folder: Path) -> layout.Observe:
     measures.
     """
     path = folder / FOLDER / OBSERVED
-    return (lambda plan, _: measure.read(path, plan)) if path.is_file() else measure.measure
+    return (lambda plan, _: read_measured(path, plan)) if path.is_file() else measure.measure

@@ -290,9 +290,22 @@ class Checkpoints:
         state.step = step
         live = state.tensors(self.rank)
         parts = {name: local(tensor.detach()) for name, tensor in live.items()}
+        self.check_finite(step, parts)
         self.pending = self.thread.submit(self.write, step, live, self.copy(parts) if self.asynchronous else parts)
         if not self.asynchronous:
             self.wait()
+
+    def check_finite(self, step: int, parts: Mapping[str, Tensor]) -> None:
+        """Raise a ValueError on all ranks if a weight of any rank is not finite."""
+        own = storage.not_finite({name: part for name, part in parts.items() if name.startswith("model.")})
+        name = next((name for name in gather(own, self.group) if name), "")
+        if name:
+            older = next(iter(found(self.folder)), None)
+            raise ValueError(
+                f"{name.removeprefix('model.')} is not finite after step {step}, so this step is not saved; "
+                f"{f'the newest checkpoint is {older}' if older else 'there is no earlier checkpoint'}; start in a new "
+                "folder, or continue from there, with a lower schedule.peak or a higher optim.eps"
+            )
 
     def load(self, state: TrainState) -> int:
         """Load the newest complete checkpoint and return its step, or 0. A damaged one is set aside. Afterwards remove

@@ -296,6 +296,20 @@ def impossible(entry: Entry, files: Mapping[str, File]) -> str:
     return "" if filled == math.prod(shape) else "pieces that do not fill it"
 
 
+# ---- finite values
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str:
+    """Return the name of the first tensor that holds a value that is not finite, or ""."""
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
+    if not floating:
+        return ""
+    # aminmax needs no memory, and NaN and infinity reach it; one copy to the host for all tensors
+    bounds = torch.stack([torch.stack(torch.aminmax(tensor)).double() for tensor in floating.values()]).cpu()
+    finite = bounds.isfinite().all(1).tolist()
+    return next((name for name, good in zip(floating, finite, strict=True) if not good), "")
+
+
 # ---- reading
 
 

@@ -777,4 +777,4 @@ def finish(sources: int, partial: Path, identity: dict[str, Any]) -> None:
         raise ValueError(f"there is no {what} in {', '.join(s['name'] for s in identity['sources'])}")
     sweep_unfinished(partial, SHARD)  # left by killed processes
     disk.sweep(partial)
-    disk.write_atomic(partial / META, json.dumps({**identity, **totals, "shards": shards}, indent=1).encode() + b"\n")
+    disk.write_atomic(partial / META, publish.signed({**identity, **totals, "shards": shards}))

@@ -1,6 +1,6 @@
 """Token shards, which `upcycle prepare` writes and training maps into memory.
 
-    FOLDER/meta.json                    counts, dtype, ids, the tokenizer's fingerprint, sha256 of every file
+    FOLDER/meta.json                    counts, dtype, ids, the tokenizer's fingerprint, sha256 of every file, own sum
     FOLDER/tokens-00000-00000.bin       ids of whole documents, each ended by eos
     FOLDER/documents-00000-00000.npy    uint64 [2, n + 1]: where each document starts in tokens, and in UTF-8 bytes
     FOLDER/scored-00000-00000.bin       for conversations: a byte per token, 1 if it is learned, 0 if it is only read
@@ -31,7 +31,7 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from upcycle.io import strict
+from upcycle.io import publish, strict
 from upcycle.io.disk import write_atomic
 from upcycle.io.job import read_json
 from upcycle.io.strict import Count, Range
@@ -83,6 +83,8 @@ class TokenShards:
         found = TokenShards(folder, shards, *(meta[key] for key in ("vocab", "eos", "start", "tokenizer")))
         for name, number in (("tokens", found.tokens), ("documents", found.documents), ("bytes", found.bytes)):
             if number != meta[name]:
+                for path, sha in sums(folder).items():
+                    check_file(path, sha)  # raises for the damaged file, if it is one
                 raise ValueError(f"{folder} has {number} {name} but its {META} says {meta[name]}; prepare it again")
         if not found.documents:
             raise ValueError(f"{folder} has no documents; prepare it again")
@@ -169,6 +171,7 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
         raise ValueError(
             f"{path} is of version {strict.short(meta.get('version'))} and this program reads {VERSION}; {how}"
         )
+    meta = publish.unsigned(meta, path, "copy it again, or prepare the folder again")
     if meta.get("dtype") not in ("uint16", "uint32"):
         raise ValueError(
             f"{path} says dtype {strict.short(meta.get('dtype'))}; it must be uint16 or uint32: prepare it again"

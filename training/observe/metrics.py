@@ -10,7 +10,7 @@ steps since the last line, without the values that are not finite (null if there
 latest. Validation may add a second line for its step, and `read` joins the two. A resumed run removes the lines after
 the step that it resumes from, so the file equals the file of a run that never stopped. One exception: if the checkpoint
 lies between two lines, the first means cover only the steps since the checkpoint. Only rank 0 writes; values are
-reduced before.
+reduced before. Each line ends with its checksum (`crc`), so a damaged line is named and left out, and the others stay.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import os
 import shutil
 import sys
 import time
+import warnings
+import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from statistics import median_low
@@ -38,6 +40,8 @@ from upcycle.io.disk import naming, write_atomic
 
 FILE = "metrics.jsonl"
 BEFORE = "metrics.before.jsonl"  # the file of a run that left no checkpoint to resume from
+DAMAGED = "metrics.damaged.jsonl"  # the file with its damaged lines, as a resume found it
+CRC = b', "crc": '  # before a line's checksum, its last key
 LOAD = "balance/max_over_mean"
 RECENT = 9  # number of intervals from which the time left is estimated
 Value = Tensor | float
@@ -121,7 +125,7 @@ class Metrics:
             row |= self.speed(step)  # after fetch, which waited for the device
         row |= numbers
         with naming(self.path):
-            self.file.write(json.dumps({n: v if math.isfinite(v) else None for n, v in row.items()}) + "\n")
+            self.file.write(written({n: v if math.isfinite(v) else None for n, v in row.items()}))
             self.file.flush()
         for outlet in self.outlets:
             outlet.log(step, row)
@@ -227,33 +231,63 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [rows[step] for step in sorted(rows)]
 
 
+def written(row: Mapping[str, Any]) -> str:
+    """Return a row as a line that ends with its checksum."""
+    text = json.dumps(row)
+    return f"{text[:-1]}{CRC.decode()}{zlib.crc32(text.encode())}}}\n"
+
+
 def parse(path: Path) -> list[dict[str, Any]]:
-    """Return the file's rows up to the first torn line: the last one, if the machine crashed while writing it."""
-    rows: list[dict[str, Any]] = []
-    for where, line in strict.read_lines(path):
+    """Return the file's rows. Leave out damaged lines, such as a torn last one, and name them in a warning."""
+    rows, bad = intact(path)
+    name_damage(path, bad)
+    return rows
+
+
+def name_damage(path: Path, bad: Sequence[tuple[int, str]]) -> None:
+    if bad:
+        numbers = ", ".join(str(number) for number, _ in bad[:5]) + (", ..." if len(bad) > 5 else "")
+        many = f"lines {numbers} are" if len(bad) > 1 else f"line {numbers} is"
+        warnings.warn(f"{path}: {many} damaged and left out ({bad[0][1]})", stacklevel=4)
+
+
+def intact(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
+    """Return the file's rows without checksums, and (number, reason) of each damaged line."""
+    found, bad = list[tuple[int, dict[str, Any], bool]](), list[tuple[int, str]]()
+    for number, (where, line) in enumerate(strict.read_lines(path), 1):
+        body, marked, crc = line.rpartition(CRC)
         try:
-            row = strict.parse(line, where)
+            if marked and crc != b"%d}" % zlib.crc32(body + b"}"):
+                raise ValueError("its checksum differs")
+            row = strict.parse(body + b"}" if marked else line, where)
             strict.held(row.get("step") if isinstance(row, dict) else None, strict.Count, where)
-        except ValueError:
-            break
+        except ValueError as error:
+            bad.append((number, str(error)))
+            continue
         for key, value in row.items():
             if value is not None and not strict.is_number(value):
                 raise ValueError(f"{where} has {key:.60}={strict.short(value)}; it must be a number, or null")
-        rows.append(row)
-    return rows
+        found.append((number, row, bool(marked)))
+    signed = any(marked for *_, marked in found)  # older versions wrote no checksums; a resume adds them
+    bad += [(number, "it lost its checksum") for number, _, marked in found if signed and not marked]
+    return [row for _, row, marked in found if marked or not signed], sorted(bad)
 
 
 def cut(folder: Path, step: int) -> list[dict[str, Any]]:
     """Remove the lines after `step` from the file, in one move, and return the rows that stay. If the run begins at
-    step 0, keep the old file under another name."""
+    step 0, or if lines before the last row are damaged, keep the old file under another name."""
     path = folder / FILE
     if not path.exists():
         return []
     if step == 0:
         os.replace(path, folder / BEFORE)
         return []
-    rows = [row for row in parse(path) if row["step"] <= step]
-    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    every, bad = intact(path)
+    name_damage(path, bad)
+    if bad and bad[0][0] <= len(every):  # not only a torn last line
+        shutil.copyfile(path, folder / DAMAGED)
+    rows = [row for row in every if row["step"] <= step]
+    write_atomic(path, "".join(map(written, rows)).encode())
     return rows
 
 

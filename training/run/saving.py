@@ -20,7 +20,7 @@ from training.run.build import Run
 from training.run.parts import whole_on_meta
 from training.run.preflight import CHECKPOINTS
 from training.run.stop import anywhere
-from upcycle.io import disk
+from upcycle.io import disk, publish
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -75,8 +75,8 @@ def describe(run: Run) -> None:
         disk.make_folder(run.folder)
         if not (found(run.folder / CHECKPOINTS) and standalone.keeps(run.folder, run.config.model)):
             standalone.keep(run.folder, run.origin, run.config.model)
-        settings = json.dumps(asdict(run.whole), indent=2, default=str).encode() + b"\n"
-        disk.write_atomic(run.folder / standalone.RUN, settings)
+        settings = json.loads(json.dumps(asdict(run.whole), default=str))
+        disk.write_atomic(run.folder / standalone.RUN, publish.signed(settings))
 
 
 def worth_saving(run: Run) -> bool:
@@ -90,6 +90,8 @@ def check_alive(run: Run) -> None:
     """End a run that has skipped optim.skips steps in a row, since it no longer learns. Call this rarely: the host
     waits for the device."""
     limit, step = run.config.optim.skips, run.state.step
+    if step == run.whole.steps:
+        check_learned(run)
     if not limit or not due(step, limit, run.stage.last):
         return
     longest = int(run.optimizer.longest)
@@ -100,6 +102,16 @@ def check_alive(run: Run) -> None:
             f"{longest} steps in a row were skipped by step {step}, because their loss or gradient was not finite or a "
             f"spike; {last}; start in a new folder, or continue from there with a lower schedule.peak (it is "
             f"{run.config.schedule.peak:g}), or set optim.skips"
+        )
+
+
+def check_learned(run: Run) -> None:
+    """End a finished run that skipped all its steps, which would look like one that learned."""
+    if run.state.step and int(run.optimizer.skipped) >= run.state.step:
+        raise ValueError(
+            f"all {run.state.step} steps were skipped, because their loss or gradient was not finite or a spike, so "
+            "the model has learned nothing and is not exported; start in a new folder with a lower schedule.peak, "
+            "balance.z_weight or teacher.weight"
         )
 
 

@@ -25,7 +25,6 @@ from training.observe.metrics import Metrics, Value
 from training.observe.profiling import Trace, memory_snapshot, steps_to_trace
 from training.optim.schedule import schedule
 from training.optim.teacher import weights
-from training.parallel.collectives import broadcast
 from training.parallel.processes import alone, processes
 from training.parallel.watch import Watch, guarded
 from training.run import measures, saving, stages, step
@@ -83,6 +82,7 @@ class Session:
         if not self.first:
             begin(run)
         self.exported = bool(config.export) and exported(Path(config.export))
+        self.adapted = bool(config.lora.export) and exported(Path(config.lora.export))
         check_export(config, self.first)  # again: a damaged checkpoint may have been skipped
         if self.island is not None and (self.first < config.steps or self.island.pending is not None):
             self.saved = self.saved if self.island.pending is None else 0  # joining finishes what was saved
@@ -224,6 +224,7 @@ class Session:
         if self.run.leads and (self.state.step > self.first or not self.stopped):  # otherwise it may have no loss yet
             draw(self.folder)
         if not self.stopped:
+            saving.check_learned(self.run)  # again: an older version may have saved the last step
             self.export()
 
     def export(self) -> None:
@@ -234,7 +235,7 @@ class Session:
             self.watch.enter("export")
             model, newest = saving.whole_of(run)
             export(model, run.origin, config.export, saved=newest, facts=facts)
-        if config.lora.export and not broadcast(Path(config.lora.export).exists()):
+        if config.lora.export and not self.adapted:
             self.watch.enter("export")
             peft.write(Weights(*saving.whole_of(run)), run.origin, config.lora, facts)
 

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from upcycle.config.ready import UPCYCLE
 from upcycle.config.schema import renamed
-from upcycle.io import strict
+from upcycle.io import publish, strict
 from upcycle.io.checkpoint import HUB_ID
 from upcycle.plugin import nearest
 
@@ -99,7 +99,10 @@ def loaded(file: str, ready: Path) -> dict[str, Any]:
     """Return the keys and values of a config file, with only ${a.b} left to resolve."""
     path = find(file, ready)
     by_program = path.suffix == ".json"  # a folder's upcycle.json or a run's run.json
-    found = literal(strict.read_json(path)) if by_program else strict.read_yaml(path)
+    found = strict.read_json(path) if by_program else strict.read_yaml(path)
+    if by_program and isinstance(found, dict) and "sum" in found:
+        found = publish.unsigned(found, path, "remove its key sum if you changed it on purpose")
+    found = literal(found) if by_program else found
     if isinstance(found, dict) and {"plan", "promise", "config", "method"} <= found.keys():
         found = of_manifest(found)
     elif by_program and isinstance(found, dict) and {"format", "trained"} <= found.keys():

@@ -19,6 +19,7 @@ import re
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,7 @@ MEASURED = "upcycle.measured"
 LOCK = ".lock"  # the lock file in a folder that is written in place
 TRIES = 5  # attempts to take a lock, because another process may hold it briefly to test it
 POLL = 0.1  # seconds between attempts
+NO_SUM = "{} has no sum, so damage to it would not be noticed; an older version wrote it"
 BEAT = 5.0  # seconds between touches of the lock file on a filesystem without locks
 SMALL = 16 << 20  # bytes; `damages` always reads files up to this size
 Stamp = tuple[int, int] | None  # (inode, modification time in ns) of a file, which identifies it; None if it is missing
@@ -164,6 +166,16 @@ def digest(manifest: Mapping[str, Any]) -> str:
 
 def signed(manifest: Mapping[str, Any]) -> bytes:
     return json.dumps({**manifest, "sum": digest(manifest)}, indent=2).encode() + b"\n"
+
+
+def unsigned(found: Mapping[str, Any], path: Path, advice: str) -> dict[str, Any]:
+    """Return a JSON object that `signed` wrote, without its sum. Raise a ValueError with this advice if the sum is
+    another one; warn if there is none, as in files of older versions."""
+    if "sum" not in found:
+        warnings.warn(NO_SUM.format(path), stacklevel=3)
+    elif found["sum"] != digest(found):
+        raise ValueError(f"{path} has changed since it was written: its sum differs; {advice}")
+    return {key: value for key, value in found.items() if key != "sum"}
 
 
 def rename(partial: Path, output: Path) -> None:

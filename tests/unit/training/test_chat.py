@@ -44,6 +44,7 @@ from training.optim.schedule import schedule
 from training.parallel.mesh import ParallelMesh
 from training.run.build import learner
 from training.run.step import train_step, validate
+from upcycle.io import publish
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 NAMES = ("chatml", "llama3", "qwen3", "smollm2")
@@ -486,7 +487,7 @@ def test_damaged_folders_are_a_sentence(plain: Path, tmp_path: Path) -> None:
     kept = scored.read_bytes()
 
     def refused(says: str, *, whole: bool = False, **changes: Any) -> None:
-        (out / "meta.json").write_text(json.dumps({**meta, **changes}))
+        (out / "meta.json").write_bytes(publish.signed({**meta, **changes}))
         with pytest.raises(ValueError, match=says):
             shards = TokenShards.open(out)
             if whole:

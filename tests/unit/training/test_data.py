@@ -50,6 +50,7 @@ from training.data.open import open_training, open_validation
 from training.data.prepare import PrepareConfig, prepare
 from training.data.shards import Shard, TokenShards
 from upcycle.config.reading import read
+from upcycle.io import publish
 from upcycle.io.job import Worker
 from upcycle.text import tokens as text
 
@@ -302,7 +303,7 @@ def test_a_table_of_documents_that_goes_down_is_noticed(table: int, folder: Path
     np.save(path, rows)
     meta = json.loads((folder / "meta.json").read_text())
     meta["shards"][0]["documents"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / "meta.json").write_bytes(publish.signed(meta))
     with pytest.raises(ValueError, match="documents that end before they begin"):
         TokenShards.open(folder).verify()
 
@@ -603,7 +604,7 @@ def folder(tokenizer: Path, tmp_path: Path) -> Path:
 
 def damage_meta(folder: Path, **changes: object) -> None:
     meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, **changes}))
+    (folder / "meta.json").write_bytes(publish.signed({**meta, **changes}))
 
 
 def test_damaged_folders_are_a_sentence(folder: Path, tmp_path: Path) -> None:
@@ -647,6 +648,15 @@ def test_damaged_folders_are_a_sentence(folder: Path, tmp_path: Path) -> None:
         refused(message)
     with pytest.raises(ValueError, match=r"there is no folder .*nowhere with token shards; make it with"):
         TokenShards.open(tmp_path / "nowhere")
+
+
+def test_a_flipped_bit_in_the_last_count_of_a_table_names_the_table(folder: Path) -> None:
+    path = folder / "documents-00000-00000.npy"
+    content = bytearray(path.read_bytes())
+    content[-8] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"documents-00000-00000\.npy has changed: its sha256 is"):
+        TokenShards.open(folder)
 
 
 def test_a_flipped_bit_is_found(folder: Path) -> None:

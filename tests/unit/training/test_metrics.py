@@ -9,6 +9,7 @@ import math
 import re
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from evaluation.cli.report import main
 from training.observe import metrics, plots, profiling
-from training.observe.metrics import BEFORE, FILE, Line, Metrics, describe, duration, read
+from training.observe.metrics import BEFORE, DAMAGED, FILE, Line, Metrics, describe, duration, read
 from training.observe.profiling import Phases, Trace, memory_snapshot, steps_to_trace
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -195,10 +196,51 @@ def test_reading_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
 # ---- the live line
 
 
-def test_a_line_that_holds_no_numbers_is_one_sentence_and_a_torn_one_ends_the_file(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_log_is_named_and_the_other_lines_stay(tmp_path: Path) -> None:
+    run(tmp_path, 0, 20)
+    path, whole = tmp_path / FILE, (tmp_path / FILE).read_bytes()
+    rows = metrics.parse(path)
+    for at in range(0, 8 * len(whole), 7):
+        data = bytearray(whole)
+        data[at // 8] ^= 1 << at % 8
+        path.write_bytes(data)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            left = metrics.parse(path)
+        if left != rows:
+            assert all(row in rows for row in left) and len(left) >= len(rows) - 2
+            assert re.search(rf"{FILE}: lines? [\d, ]+ (is|are) damaged and left out", str(said[0].message))
+        else:  # the line end of the last line
+            assert at // 8 >= len(whole) - 1
+
+
+def test_a_resume_keeps_the_rows_behind_a_damaged_line_and_the_damaged_file(tmp_path: Path) -> None:
+    run(tmp_path, 0, 40)
+    path = tmp_path / FILE
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(damaged := "".join([*lines[:2], lines[2].replace(": 1", ": 2", 1), *lines[3:]]))
+    with pytest.warns(UserWarning, match=f"{FILE}: line 3 is damaged and left out.*its checksum differs"):
+        run(tmp_path, 30, 40)
+    steps = [row["step"] for row in metrics.parse(path) if "loss" in row]
+    assert steps == [5, 15, 20, 25, 30, 35, 40] and (tmp_path / DAMAGED).read_text() == damaged
+
+
+def test_a_log_of_an_older_version_is_read_and_gets_checksums_at_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    path.write_text('{"step": 5, "loss": 2.5}\n{"step": 7, "lo\n{"step": 10, "loss": 2.0}\n')
+    with pytest.warns(UserWarning, match="line 2 is damaged"):
+        run(tmp_path, 10, 20)
+    assert [row["step"] for row in read(path) if "loss" in row] == [5, 10, 15, 20]
+    path.write_text(path.read_text().replace("2.5", "3.5"))
+    with pytest.warns(UserWarning, match="line 1 is damaged"):
+        assert [row["step"] for row in read(path) if "loss" in row] == [10, 15, 20]
+
+
+def test_a_line_that_holds_no_numbers_is_one_sentence_and_a_torn_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.5, "lr": null}\n{"step": 2, "lo')
-    assert [row["loss"] for row in read(path)] == [2.5]
+    with pytest.warns(UserWarning, match="line 2 is damaged"):
+        assert [row["loss"] for row in read(path)] == [2.5]
     for odd in ('"x"', "[1]", "true", "{}"):
         path.write_text(f'{{"step": 1, "loss": {odd}}}\n')
         with pytest.raises(ValueError, match=r"metrics.jsonl:1 has loss=.*must be a number"):
