@@ -55,11 +55,13 @@ class Remembered:
 
     def put(self, answers: Mapping[str, Any]) -> None:
         """Write the answers of a batch at once, so that a kill loses only the batch in work."""
-        self.file.write(b"".join(written(*pair, self.identity) + b"\n" for pair in answers.items()))
-        self.file.flush()
+        with strict.naming(Path(self.file.name)):
+            self.file.write(b"".join(written(*pair, self.identity) + b"\n" for pair in answers.items()))
+            self.file.flush()
 
     def close(self) -> None:
-        self.file.close()
+        with strict.naming(Path(self.file.name)):
+            self.file.close()
 
 
 def read(line: bytes, identity: str) -> tuple[str, Any] | None:

@@ -115,7 +115,7 @@ class Written:
             path = self.folder / f"samples_{name}_{self.tracker.date_id}.jsonl"
             path.touch()
             self.tracker.save_results_samples(name, list(lines(name, rows, configs[name], whole)))
-            with path.open("rb") as file:  # the tracker does not report a full disk
+            with strict.naming(path), path.open("rb") as file:  # the tracker does not report a full disk
                 if sum(1 for _ in file) != len(rows):
                     raise OSError(f"{path} could not be written whole; is the disk full?")
                 os.fsync(file.fileno())

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from upcycle.io.checkpoint import DTYPES
+from upcycle.io.strict import naming as naming
 
 BUFFER = 8 << 20  # bytes of each of two buffers: one is filled while the other is written
 PIECE = 1 << 20  # bytes copied at a time, so that they are hashed while still in the processor's cache
@@ -180,17 +181,6 @@ def undirect(fd: int) -> bool:
     return bool(flags & direct)
 
 
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError; the error of a write (for instance on a full disk) does not have it."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a small file completely or not at all; on return it is on the disk under its name."""
     write_blocks(path, [data])
@@ -199,7 +189,12 @@ def write_atomic(path: Path, data: bytes) -> None:
 def copy(source: Path, target: Path) -> None:
     """Copy a file completely or not at all; on return it is on the disk under its name."""
     with open(source, "rb") as file:
-        write_blocks(target, iter(lambda: file.read(BUFFER), b""))
+
+        def block() -> bytes:
+            with naming(source):
+                return file.read(BUFFER)
+
+        write_blocks(target, iter(block, b""))
 
 
 def write_blocks(path: Path, blocks: Iterable[bytes]) -> None:
@@ -264,7 +259,7 @@ def make_folder(folder: Path) -> None:
 
 def sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         while block := file.read(BUFFER):
             digest.update(block)
     return digest.hexdigest()

@@ -63,10 +63,11 @@ def acquire(lock: IO[str], what: str) -> bool:
 
 def sign(lock: IO[str], process: int) -> None:
     """Write the process id, host and time of the holder into a lock file."""
-    lock.seek(0)
-    lock.truncate(0)
-    lock.write(f"{process} {socket.gethostname()} {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n")
-    lock.flush()
+    with disk.naming(Path(lock.name)):
+        lock.seek(0)
+        lock.truncate(0)
+        lock.write(f"{process} {socket.gethostname()} {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n")
+        lock.flush()
 
 
 def flocked(lock: IO[str]) -> bool:

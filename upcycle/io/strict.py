@@ -18,6 +18,7 @@ import os
 import reprlib
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, partial
 from io import FileIO
@@ -66,11 +67,23 @@ def open_regular(file: Path) -> FileIO:
         raise ValueError(f"{file} {missing}; it must be a file that you may read") from error
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the file name to an OSError; the error of a read or a write (for instance on a full disk) lacks it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def fill(handle: FileIO, file: Path, view: memoryview, at: int) -> None:
     """Fill `view` with the bytes of the file from byte `at`, in as many reads as needed."""
     done = 0
     while done < len(view):
-        got = os.preadv(handle.fileno(), [view[done:]], at + done)
+        with naming(file):
+            got = os.preadv(handle.fileno(), [view[done:]], at + done)
         if not got:
             raise ValueError(f"{file} shrank while it was open here: it ends at byte {at + done}; copy it again")
         done += got
@@ -113,7 +126,11 @@ def read_lines(file: Path) -> Iterator[tuple[str, bytes]]:
     """Yield (where, line) of each line of a file, without line ends; lines have a bounded length, files do not."""
     with open_regular(file) as raw, os.fdopen(os.dup(raw.fileno()), "rb") as handle:
         number = 0
-        while line := handle.readline(MAX_LINE + 1):
+        while True:
+            with naming(file):
+                line = handle.readline(MAX_LINE + 1)
+            if not line:
+                return
             number += 1
             if len(line) > MAX_LINE:
                 raise ValueError(f"line {number} of {file} has more than {MAX_LINE} bytes; is it the right file?")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import pytest
 import zstandard
 
-from upcycle.io import strict
+from evaluation.ask.remember import Remembered
+from upcycle.io import disk, publish, strict
 from upcycle.io.strict import Count, Range, held, parse, parse_yaml
 from upcycle.text import tokens as text
 
@@ -154,3 +157,30 @@ def test_values_are_held_to_types() -> None:
 def test_what_is_of_another_type_is_named(change: dict[str, Any], words: tuple[str, ...]) -> None:
     refused(lambda: held({**GOOD, **change}, Outer, "f"), *words)
     refused(lambda: held({key: value for key, value in GOOD.items() if key != "name"}, Outer, "f"), "f has no name")
+
+
+def test_a_disk_that_fails_is_said_with_the_files_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's errors of a read, a write and a sync have no name: they are of a file's number."""
+    path = tmp_path / "a.json"
+    path.write_text("{}")
+
+    def fails(*_: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    remembered = Remembered(tmp_path / "cache", "a" * 64)
+    broken: Any = SimpleNamespace(name=str(tmp_path / "lock"), seek=fails, write=fails)
+    remembered.file.close()
+    calls: list[tuple[str, Callable[[], Any], str]] = [
+        ("preadv", lambda: strict.read_json(path), "a.json"),
+        ("write", lambda: disk.write_atomic(tmp_path / "b", b"x"), "b"),
+        ("fsync", lambda: disk.write_atomic(tmp_path / "b", b"x"), "b"),
+        ("fsync", lambda: disk.sync_folder(tmp_path), tmp_path.name),
+        ("", lambda: remembered.put({"x": (1.0, True)}), "lock"),
+        ("", lambda: publish.sign(broken, 1), "lock"),
+    ]
+    remembered.file = broken
+    for name, call, said in calls:
+        with monkeypatch.context() as patch, pytest.raises(OSError, match=rf"Input/output error: '.*{said}'"):
+            if name:
+                patch.setattr(os, name, fails)
+            call()
