@@ -44,6 +44,7 @@ from evaluation.judge.logged import numbers
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes
 from upcycle.config.reading import read
+from upcycle.config.values import BATCH, at_least, check_values
 
 SAME = 1e-5  # relative difference of scores that count as equal, because perplexities are sums of rounded numbers
 
@@ -67,8 +68,9 @@ class BenchConfig:
             raise ValueError("checkpoint is not set; write for instance ./model data=FOLDER")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise ValueError(f"batch_sizes is {list(self.batch_sizes)}; write one or more numbers of at least 1")
+        if not self.batch_sizes or not 1 <= min(self.batch_sizes) <= max(self.batch_sizes) <= BATCH:
+            raise ValueError(f"batch_sizes is {list(self.batch_sizes)}; write one or more numbers from 1 to {BATCH:,}")
+        check_values(self, "", {"fewshot limit": at_least(0), "forward_tokens": at_least(1)})
 
 
 @dataclass(frozen=True)

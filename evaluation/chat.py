@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextSt
 
 from upcycle.arch.targets.upcycled import MODELING
 from upcycle.cli import frame
-from upcycle.config.values import at_least, check_values, one_of, share_of_one
+from upcycle.config.values import at_least, check_values, finite, one_of, seed, share_of_one
 from upcycle.io import strict
 from upcycle.io.checkpoint import Checkpoint, downloaded, hub_match
 from upcycle.text import templates
@@ -48,7 +48,7 @@ class ChatConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        rules = {"tokens": at_least(1), "temperature": at_least(0), "top_p": share_of_one(), "seed": at_least(0)}
+        rules = {"tokens": at_least(1), "temperature": finite(), "top_p": share_of_one(), "seed": seed()}
         check_values(self, "", rules | {"dtype": one_of(("", *DTYPES))})
 
 

@@ -7,12 +7,9 @@ usage: python -m examples.demo [key=value ...]
 
 A small dense Llama learns Python's standard library, which every machine has. Two conversions follow. `copies` has 8
 whole copies of each FFN, and a token uses 2. `groups` has 4 copies cut into 4 parts; for each part a token uses the
-copy
-that its router likes best, so it uses one whole FFN. Then the dense model and both MoEs train on the same tokens with
-the
-same settings, except for those that a choice in each slice changes; the last lines name them. The report compares loss
-on
-files that no model has seen, lm-eval's items, and the use of experts.
+copy that its router likes best, so it uses one whole FFN. Then the dense model and both MoEs train on the same tokens
+with the same settings, except for those that a choice in each slice changes; the last lines name them. The report
+compares loss on files that no model has seen, lm-eval's items, and the use of experts.
 
 Each stage prints its commands before it runs them, so that a person can type them. A finished stage is skipped; an
 interrupted one continues where it stopped. The function `demo` below is the table of contents.
@@ -45,6 +42,7 @@ from evaluation.studies import sample
 from evaluation.studies.sample import DOMAINS, SampleConfig, Stages, Stopped, texts, training
 from upcycle.cli import main as door
 from upcycle.config.reading import read
+from upcycle.config.values import at_least, check_values
 from upcycle.io.disk import write_atomic
 
 if TYPE_CHECKING:
@@ -57,6 +55,10 @@ DENSE, COPIES, GROUPS = ARMS = (sample.DENSE, "copies", "groups")
 class DemoConfig(SampleConfig):
     output: str = "runs/demo"  # the folder for everything that the demo writes
     steps: int = 200  # steps of the training that follows the conversion
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_values(self, "", {"steps": at_least(1)})
 
 
 def demo(config: DemoConfig) -> int:
@@ -95,8 +97,7 @@ def call(verb: str, *words: object) -> None:
 
 
 def side_by_side(program: str, commands: Mapping[str, Sequence[str]]) -> None:
-    """Run each command in its own process with its share of the cores, because small models hardly gain by a second
-    one.
+    """Run each command in its own process with its share of the cores, since small models hardly gain by a second.
 
     Each line of output begins with the command's name, and a signal is passed to each process once. Raises Stopped if a
     command fails.

@@ -38,7 +38,7 @@ from training.experts import DEFAULT
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes
 from upcycle.config.reading import read
-from upcycle.config.values import at_least, check_values, one_of
+from upcycle.config.values import LENGTH, at_least, check_values, one_of
 
 NAME = "upcycle"
 DTYPES = ("float32", "bfloat16", "float64")
@@ -59,7 +59,7 @@ class AskConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)  # how several processes divide the model
 
     def __post_init__(self) -> None:
-        rules = {"forward_tokens": at_least(1), "max_length": at_least(0), "dtype": one_of(DTYPES)}
+        rules = {"forward_tokens": at_least(1), "max_length": at_least(0, most=LENGTH), "dtype": one_of(DTYPES)}
         check_values(self, "", rules)
         if self.mesh.pp > 1:
             raise ValueError(

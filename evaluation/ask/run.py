@@ -43,7 +43,7 @@ from upcycle import __version__
 from upcycle.cli import frame as cli
 from upcycle.config.reading import read
 from upcycle.config.ready import EVAL
-from upcycle.config.values import at_least, check_values
+from upcycle.config.values import COUNT, at_least, check_values
 from upcycle.io import strict
 from upcycle.plugin import nearest
 
@@ -83,6 +83,12 @@ class RunConfig(AskConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_values(self, "", {"limit generate fewshot": at_least(0)})
+        for number in self.seeds:
+            if not 0 <= number < 2**32:
+                raise ValueError(f"seeds has {number}; each must be from 0 to {2**32 - 1:,}, which numpy takes")
+        for task, numbers in self.samples.items():
+            if any(not 0 <= number <= COUNT for number in numbers):
+                raise ValueError(f"samples has {numbers} for {task}; write numbers of its items, counted from 0")
         together = [
             (self.suite and self.tasks,
              f"suite={self.suite} and tasks={','.join(self.tasks)} are both set; write one of them"),

@@ -24,11 +24,13 @@ from training.config.schema import TrainConfig
 from training.observe.metrics import FILE as METRICS
 from upcycle.config.reading import build, keys_of, literal, read
 from upcycle.config.ready import STUDY, TRAIN, UPCYCLE
+from upcycle.config.values import SEED, at_least, check_values
 from upcycle.io import strict
 from upcycle.io.disk import write_atomic
 from upcycle.plugin import nearest
 
 MATCHES = ("flops", "seconds")
+WORKERS = 1024  # runs at once, at most: each is a process
 QUESTIONS = {"tokens": "equal tokens", "flops": "equal FLOPs", "seconds": "equal seconds"}
 OWN = ("config", "match", "of")  # keys of an arm that are not training keys
 SET = ("output", "export", "seed", "data.seed", "model.upcycle.seed")  # the study sets these for each trial
@@ -73,12 +75,14 @@ class StudyConfig:
     judge: bool = False  # only make the page from the runs so far; works while the study runs
 
     def __post_init__(self) -> None:
+        check_values(self, "", {"workers": at_least(1, most=WORKERS), "timing": at_least(1)})
+        for number in self.seeds:
+            if not 0 <= number <= SEED:
+                raise ValueError(f"seeds has {number}; each must be from 0 to {SEED:,}")
         values = {name: getattr(self, name) for name in ("sample", "base", "arms", "means", "primary", "equivalent")}
         alike = len(set(self.seeds)) < len(self.seeds)
         wrong = {
             "output is not set; write output=FOLDER for the study's runs and its page": not self.output,
-            f"workers is {self.workers}; it must be at least 1": self.workers < 1,
-            f"timing is {self.timing}; it must be at least 1": self.timing < 1,
             f"seeds is {[*self.seeds]}; give different numbers, three or more for an interval": alike or not self.seeds,
         }
         wrong |= {f"{k} is {v!r}; it must be keys and values": not isinstance(v, Mapping) for k, v in values.items()}

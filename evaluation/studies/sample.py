@@ -20,6 +20,7 @@ from typing import Any, TypedDict
 
 from training.cli import prepare, train
 from upcycle.arch.sample import make_llama
+from upcycle.config.values import BATCH, LENGTH, above_zero, at_least, check_values, seed
 from upcycle.io import strict
 from upcycle.io.disk import write_atomic
 
@@ -38,6 +39,7 @@ END = "<|end|>"
 PIECE = 2000  # characters of a document, which holds as many definitions of a file as fit
 HELD_OUT = 10  # one file of ten is held out; of prose, a single file, one piece of ten
 DENSE = "dense"
+VOCABULARY, HIDDEN, LAYERS = 2**16, 2**12, 2**7  # the largest sizes: a sample is a toy
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,19 @@ class SampleConfig:
     batch: int = 8  # sequences of a step
     sequence: int = 256  # tokens of a sequence
     peak: float = 2e-3  # learning rate
+
+    def __post_init__(self) -> None:
+        rules = {
+            "characters held_out first": at_least(1),
+            "vocabulary": at_least(1, most=VOCABULARY),
+            "hidden": at_least(1, most=HIDDEN),
+            "layers": at_least(1, most=LAYERS),
+            "batch": at_least(1, most=BATCH),
+            "sequence": at_least(1, most=LENGTH),
+            "peak": above_zero(),
+            "seed": seed(),
+        }
+        check_values(self, "", rules)
 
 
 def dense_model(stage: Stages, config: SampleConfig) -> None:

@@ -13,7 +13,7 @@ prepare`. `upcycle estimate` says whether a run fits, and `upcycle report RUN ou
 
 Islands are runs that share one model over a slow link. A server keeps the model; all use one config and one secret:
 
-  openssl rand -hex 32 > secret                                        # once; copy it to every island
+  openssl rand -hex 32 > secret && chmod 600 secret                    # once; copy it to every island
   upcycle train my.yaml islands.serve=true output=runs/server islands.secret=secret islands.count=2 export=moe-islands
   upcycle train my.yaml output=runs/island-0 islands.join=localhost:29600 islands.secret=secret   # one per machine
   upcycle train my.yaml output=runs/try islands.local=2                # everything on this machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isqrt
 from typing import Any
 
 from training.experts import DEFAULT, capabilities
@@ -23,12 +24,18 @@ def check_run(config: Any) -> None:
             raise ValueError(sentence)
 
 
+def largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of `number` that is at most `most`."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return max(n for part in small for n in (part, number // part) if n <= most)
+
+
 def rules(c: Any) -> list[tuple[object, str]]:
     """List (whether a rule is broken, its sentence) for a TrainConfig."""
     model, pp, stream = c.model, c.mesh.pp, c.data.stream
     te_attention = "attention" in model.transformer_engine
     got = f"mesh.pp={pp}" if pp > 1 else "data.mask_documents=true" if c.data.mask_documents else ""
-    near = max(n for n in range(1, c.micro_batch + 1) if c.batch % n == 0)
+    near = largest_divisor(c.batch, c.micro_batch)
     return [
         (
             c.batch % c.micro_batch,

@@ -22,7 +22,7 @@ from training.optim.schedule import ScheduleConfig
 from training.optim.teacher import TeacherConfig
 from training.parallel.mesh import MeshConfig
 from upcycle.config.reading import build
-from upcycle.config.values import Rule, above_zero, at_least, check_values, one_of
+from upcycle.config.values import BATCH, MINUTES, TOKENS, Rule, above_zero, at_least, check_values, one_of, seed
 from upcycle.io.strict import short
 
 T = TypeVar("T")
@@ -133,7 +133,9 @@ class StageConfig:
     valid_every: int | None = None  # steps between validations; null: the run's
 
     def __post_init__(self) -> None:
-        if (self.steps > 0) == (self.tokens > 0) or min(self.steps, self.tokens, self.batch, self.micro_batch) < 0:
+        rules = {"steps valid_every": at_least(0), "tokens": at_least(0, most=TOKENS)}
+        check_values(self, "", rules | {"batch micro_batch": at_least(0, most=BATCH)})
+        if (self.steps > 0) == (self.tokens > 0):
             raise ValueError(
                 f"steps is {self.steps} and tokens is {self.tokens}; set exactly one of them, for instance steps=200"
             )
@@ -183,9 +185,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         rules = {
-            "steps batch micro_batch log_every": at_least(1),
+            "steps log_every": at_least(1),
+            "batch micro_batch": at_least(1, most=BATCH),
             "valid_every": at_least(0),
-            "patience": above_zero("it must be a number of minutes above 0"),
+            "patience": above_zero("it must be a number of minutes above 0", most=MINUTES),
+            "seed": seed(),
             "device": Rule(lambda value: not value or value.startswith(("cpu", "cuda")), "it must be cuda or cpu"),
         }
         check_values(self, "", rules)

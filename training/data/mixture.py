@@ -50,6 +50,7 @@ from training.data.batch import IGNORE, Batch, Row, Samples, Span, Whole, lay, l
 from training.data.packing import packed
 from training.data.shards import TokenShards
 from upcycle.config.reading import build
+from upcycle.config.values import LENGTH, TOKENS, above_zero, at_least, check_values, seed
 from upcycle.io import strict
 from upcycle.planning import rng
 
@@ -91,13 +92,12 @@ class DataConfig:
         object.__setattr__(self, "valid", sources(ValidSource, self.valid, "data.valid"))
         if self.stream and self.train:
             raise ValueError("data.stream and data.train are both set; prepare the stream to mix it, or leave one out")
-        if self.sequence < 1:
-            raise ValueError(f"data.sequence={self.sequence} must be at least 1")
-        for source in self.train:
-            if not (source.weight > 0 and math.isfinite(source.weight)):
-                raise ValueError(
-                    f"data.train {source.name} has weight {source.weight}; it must be above 0, or leave it out"
-                )
+        check_values(self, "data.", {"sequence": at_least(1, most=LENGTH), "seed": seed()})
+        for number, source in enumerate(self.train):
+            weight = above_zero("it must be above 0; leave the source out if you do not want it")
+            check_values(source, f"data.train.{number}.", {"weight": weight})
+        for number, source in enumerate(self.valid):
+            check_values(source, f"data.valid.{number}.", {"tokens": at_least(0, most=TOKENS)})
 
 
 def sources(

@@ -42,6 +42,7 @@ from training.data.shards import (
     partial_of,
     read_meta,
 )
+from upcycle.config.values import LENGTH, TOKENS, at_least, check_values
 from upcycle.io import disk, publish, strict
 from upcycle.io.checkpoint import tokenizer_folder
 from upcycle.io.job import (
@@ -84,8 +85,8 @@ class PrepareConfig:
         for name, known in (("kind", KINDS), ("loss", chat.LOSSES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {strict.short(getattr(self, name))}; it must be one of {', '.join(known)}")
-        if self.sequence < 2:
-            raise ValueError(f"sequence={self.sequence} must be at least 2: a token and one to learn after it")
+        more = ", a token and one to learn after it"
+        check_values(self, "", {"shard_tokens": at_least(1, most=TOKENS), "sequence": at_least(2, more, most=LENGTH)})
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from training.run.record import stepping
 from training.run.step import gradients, train_step
 from upcycle.arch import registry
 from upcycle.arch.spec import DenseSpec, MoESpec
-from upcycle.config.values import at_least, check_values, one_of
+from upcycle.config.values import BATCH, MINUTES, above_zero, at_least, check_values, one_of, seed
 from upcycle.io import strict
 from upcycle.planning import rng
 
@@ -70,8 +70,10 @@ class BenchConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         rules = {
-            "routing": one_of(ROUTING), "weights": DTYPE, "steps batch": at_least(1),
-            "warmup documents layers micro_batch": at_least(0),
+            "routing": one_of(ROUTING), "weights": DTYPE, "steps log_every": at_least(1),
+            "batch": at_least(1, most=BATCH), "micro_batch": at_least(0, most=BATCH),
+            "warmup documents layers valid_every": at_least(0),
+            "patience": above_zero("it must be a number of minutes above 0", most=MINUTES), "seed": seed(),
         }  # fmt: skip
         check_values(self, "", rules)
 

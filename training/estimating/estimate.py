@@ -19,6 +19,7 @@ from training.estimating.mappings import AXES, Timed, data_ranks, mappings, micr
 from training.estimating.memory import Model, memory
 from training.estimating.seconds import RANDOM, Routing, step
 from training.islands import plan as islands
+from training.islands.config import MOST
 from training.observe.flops import model_flops
 from training.optim.slots import learning
 from training.optim.teacher import check_teacher
@@ -29,7 +30,10 @@ from upcycle import plugin
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.reading import find, read, read_own
 from upcycle.config.ready import TRAIN
+from upcycle.config.values import at_least, check_values, finite
 from upcycle.io import strict
+
+MOST_GPUS = 100_000  # the search of all mappings still ends in time for so many
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,14 @@ class EstimateConfig:
     islands: int = 0  # number of islands with `gpus` GPUs each (islands.join): shows their traffic
     link: str = ""  # speed between the islands and their server, such as 1Gb/s
 
+    def __post_init__(self) -> None:
+        rules = {"gpus": at_least(0, most=MOST_GPUS), "price": finite(), "islands": at_least(0, most=MOST)}
+        check_values(self, "", rules)
+
 
 FEW = 1024  # tokens of a step on each GPU; with fewer every mapping is bad
 HOSTED = 0.3  # share of a step that waits for the host; below it a larger micro_batch saves little
 BATCH = 2**22  # tokens of a step: larger and smaller steps were worse for upcycled large models (arXiv 2410.07524)
-MOST_GPUS = 100_000  # the search of all mappings still ends in time for so many
 # keys of a hardware file that each part of a step depends on
 DEPENDS = {
     "products": ("products",), "experts": ("products",), "attention": ("attention",), "memory": ("bandwidth",),
@@ -192,15 +199,11 @@ def check_asked(asked: EstimateConfig) -> None:
     """Refuse keys that allow no estimate."""
     if asked.gpus < 1:
         raise ValueError("say for how many GPUs to plan, for instance gpus=8")
-    if asked.gpus > MOST_GPUS:
-        raise ValueError(f"gpus is {asked.gpus}; it must be at most {MOST_GPUS:,}, so write fewer")
     for name in ("budget", "seen"):
         if getattr(asked, name):
             amount(name, getattr(asked, name))
-    if bool(asked.islands) != bool(asked.link) or asked.islands < 0:
+    if bool(asked.islands) != bool(asked.link):
         raise ValueError("say how many islands, and over what link, for instance islands=4 link=1Gb/s")
-    if not 0 <= asked.price < math.inf:
-        raise ValueError(f"price is {asked.price:g}; the price of a GPU-hour must be finite and at least 0")
     if not asked.hardware and (asked.price or asked.budget):
         raise ValueError("budget and price need seconds, and hardware is not set; write for instance hardware=h100")
     for key in ("seen", "price"):

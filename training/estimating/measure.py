@@ -36,6 +36,7 @@ from training.kernels.products import products as grouped_products
 from training.model.attention import BACKENDS
 from training.observe.flops import peak_tflops
 from training.parallel.processes import processes, rank
+from upcycle.config.values import at_least, check_values
 from upcycle.io import disk
 
 # (groups, rows of each group, columns out, columns in) of a small model, of 30B-A3B, of 8B, and of experts of the three
@@ -65,6 +66,9 @@ class MeasureConfig:
     node: int = 0  # number of GPUs that the fast link joins; 0: all of this machine
     device: str = ""  # cuda | cpu; "": cuda if this machine has it
 
+    def __post_init__(self) -> None:
+        check_values(self, "", {"node": at_least(0)})
+
 
 def measure(asked: MeasureConfig) -> str:
     """Measure this machine, write its hardware file, and return a sentence for the user; "" on all ranks but the
@@ -75,8 +79,6 @@ def measure(asked: MeasureConfig) -> str:
         raise ValueError(f"measure={output} exists already; remove it or choose another file")
     if not os.access(output.parent, os.W_OK):
         raise ValueError(f"measure={output} cannot be written: make the folder {output.parent}, or choose another")
-    if asked.node < 0:
-        raise ValueError(f"node is {asked.node}; it must be at least 1, or 0 for this machine's GPUs")
     world = os.environ.get("WORLD_SIZE", "1")
     if world != os.environ.get("LOCAL_WORLD_SIZE", world):
         raise ValueError("measure runs on several machines, but it measures the links inside one; start it on one")

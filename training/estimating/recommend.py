@@ -24,6 +24,7 @@ from training.estimating.mappings import AXES, SPARE, Timed, ranked
 from training.observe.flops import model_flops
 from training.run.parts import source
 from upcycle.arch.spec import DenseSpec
+from upcycle.config.values import LENGTH, at_least, check_values
 from upcycle.planning.size import dense_flops, dense_parameters
 
 
@@ -33,6 +34,9 @@ class RecommendConfig:
     gpus: str = ""  # number and card, such as 8xh100; or 4xmine.yaml with a file of `upcycle estimate measure`
     tokens: str = ""  # tokens of training, such as 10B; best if no text repeats
     sequence: int = 0  # tokens in a sequence; 0: 4096, or the model's context if it is shorter
+
+    def __post_init__(self) -> None:
+        check_values(self, "", {"sequence": at_least(0, most=LENGTH)})
 
 
 # copies of sliced FFNs; the largest that fits is taken: 4, 8 and 16 gained 0.008, 0.011 and 0.015 (docs/science.md)

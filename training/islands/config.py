@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from upcycle.config.values import MINUTES, Rule, above_zero, at_least, check_values, finite, share_of_one
+
 if TYPE_CHECKING:
     from training.config.schema import TrainConfig
+
+LOCAL = 64  # islands that are tried on one machine, at most: each is a process
+MOST = 65536  # islands of a server, at most
 
 
 @dataclass(frozen=True)
@@ -38,20 +42,18 @@ class IslandsConfig:
             raise ValueError(
                 f"islands.join={self.join} and islands.local={self.local} are both set; remove one of them"
             )
-        for name, least in (("local", 0), ("every", 1), ("age", 0), ("count", 0), ("most", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"islands.{name} is {getattr(self, name)}; it must be at least {least}")
-        if not 0 < self.share <= 1:
-            raise ValueError(f"islands.share is {self.share}; it must be above 0 and at most 1")
-        if not 0 <= self.answer <= 1:
-            raise ValueError(f"islands.answer is {self.answer}; it must be from 0 (everything) to 1")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"islands.momentum is {self.momentum}; it must be at least 0 and below 1")
-        for name in ("gain", "throttle"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"islands.{name} is {getattr(self, name)}; it must be a number of at least 0")
-        if not (math.isfinite(self.patience) and self.patience > 0):
-            raise ValueError(f"islands.patience is {self.patience}; it must be a number of minutes above 0")
+        rules = {
+            "local": at_least(0, most=LOCAL),
+            "age count": at_least(0),
+            "every": at_least(1),
+            "most": at_least(1, most=MOST),
+            "share": Rule(lambda value: 0 < value <= 1, "it must be above 0 and at most 1"),
+            "answer": share_of_one("it must be from 0 (everything) to 1"),
+            "momentum": Rule(lambda value: 0 <= value < 1, "it must be at least 0 and below 1"),
+            "gain throttle": finite(),
+            "patience": above_zero("it must be a number of minutes above 0", most=MINUTES),
+        }
+        check_values(self, "islands.", rules)
         for name in ("join", "listen"):
             if getattr(self, name):
                 address(getattr(self, name), f"islands.{name}")

@@ -7,7 +7,6 @@ N experts, H of 1 or 2 halves (gate, up), F neurons, D hidden, r rank."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,9 +16,11 @@ from torch import Tensor, nn
 from training.model.layers import Linear
 from training.model.moe import Experts, Router
 from training.model.names import holds, plain_name
+from upcycle.config.values import Rule, check_values, finite
 from upcycle.plugin import nearest
 
 A, B = "lora_a", "lora_b"
+RANK = 2**16  # the largest rank; no matrix that people adapt has more rows
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,9 @@ class LoraConfig:
     export: str = ""  # a folder for the adapters alone at the end of the run, in PEFT's layout (`export` merges them)
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"lora.rank is {self.rank}; it must be at least 1, or 0 for no adapters")
-        if not (math.isfinite(self.alpha) and self.alpha >= 0):
-            raise ValueError(f"lora.alpha is {self.alpha}; it must be a number above 0, or 0 for twice the rank")
+        rank = Rule(lambda value: value >= 0, "it must be at least 1, or 0 for no adapters", RANK)
+        alpha = finite(", and 0 is twice the rank")
+        check_values(self, "lora.", {"rank": rank, "alpha": alpha})
         if self.export and not self.rank:
             raise ValueError(f"lora.export is {self.export} and lora.rank is 0; write a rank, for instance 16")
 

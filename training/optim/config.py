@@ -10,9 +10,10 @@ import torch
 from training.model.names import holds
 from upcycle.arch.spec import MoESpec
 from upcycle.config.reading import build
-from upcycle.config.values import Rule, at_least, check_values, finite, one_of, share_of_one
+from upcycle.config.values import COUNT, Rule, at_least, check_values, finite, one_of, share_of_one
 
 RULES = ("adamw", "muon")
+WINDOW = 10**6  # steps that a spike guard keeps, at most
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -68,12 +69,13 @@ class OptimConfig:
         rules = {
             "name": one_of(RULES),
             "moments": one_of(MOMENTS),
-            "weight_decay eps clip router_lr expert_lr embed_lr spike_sigma": finite(),
+            "weight_decay clip router_lr expert_lr embed_lr spike_sigma": finite(),
+            "eps": finite(most=1.0),
             "beta1 beta2 momentum": Rule(lambda value: 0 <= value < 1, "it must be at least 0 and below 1"),
             "average": share_of_one("it must be a share of the steps, from 0 to 1"),
             "share shrink": share_of_one(),
-            "skips": Rule(lambda value: value >= 0, "it must be a number of steps, 0 for no limit"),
-            "spike_window": at_least(2, ", for instance 128"),
+            "skips": Rule(lambda value: value >= 0, "it must be a number of steps, 0 for no limit", COUNT),
+            "spike_window": at_least(2, ", for instance 128", most=WINDOW),
         }
         check_values(self, "optim.", rules)
         if self.moments == "bfloat16" and 1 - self.beta2 <= 2**-8:

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from upcycle.config.values import Rule, above_zero, check_values, one_of
+from upcycle.config.values import COUNT, Rule, above_zero, check_values, one_of
 
 SHAPES = ("constant", "linear", "cosine", "wsd")
 DECAYS = ("sqrt", "linear")
+PEAK = 100.0  # no optimiser learns at a larger rate
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class ScheduleConfig:
         rules = {
             "shape": one_of(SHAPES),
             "decay_shape": one_of(DECAYS),
-            "peak": above_zero("it must be above 0, for instance 2e-4"),
+            "peak": above_zero("it must be above 0, for instance 2e-4", most=PEAK),
             "final": Rule(lambda value: 0 <= value <= self.peak, f"it must be between 0 and peak={self.peak}"),
-            "warmup": Rule(lambda value: value >= 0, "it must be a number of steps, 0 for none"),
+            "warmup": Rule(lambda value: value >= 0, "it must be a number of steps, 0 for none", COUNT),
             "decay": Rule(lambda value: 0 < value <= 1, "it must be a share of the steps above 0, up to 1"),
         }
         check_values(self, "schedule.", rules)

@@ -25,9 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from training.parallel.placement import FSDP, Kind
 from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.config.values import COUNT, Rule, at_least, check_values, one_of
 
 CONTEXTS = ("ring", "ulysses")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
+ARRIVALS = 1e6  # rows for which a rank has memory, as a multiple of balanced routing
 AXES = ("tp", "cp", "pp", "dp_replicate", "ep", "etp")
 
 
@@ -54,15 +56,13 @@ class MeshConfig:
     reshard: bool = True
 
     def __post_init__(self) -> None:
-        for name in AXES:
-            size = getattr(self, name)
-            if isinstance(size, bool) or size < 1:
-                raise ValueError(f"mesh.{name} is {size}; it must be at least 1")
-        if not self.arrivals >= 1:
-            raise ValueError(f"mesh.arrivals is {self.arrivals}; it must be at least 1, the rows of balanced routing")
-        for name, known in (("context", CONTEXTS), ("schedule", SCHEDULES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"mesh.{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        rules = {
+            " ".join(AXES): Rule(lambda size: not isinstance(size, bool) and size >= 1, "it must be at least 1", COUNT),
+            "arrivals": at_least(1, ", the rows of balanced routing", most=ARRIVALS),
+            "context": one_of(CONTEXTS),
+            "schedule": one_of(SCHEDULES),
+        }
+        check_values(self, "mesh.", rules)
 
 
 Sizes = dict[str, int]

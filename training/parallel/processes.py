@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from training.parallel.collectives import broadcast, gather
-from upcycle.io import disk, publish
+from upcycle.io import disk, publish, strict
 
 # a rank that waits longer waits for a dead one; loading and checkpoints take minutes
 PATIENCE = timedelta(minutes=30)
@@ -45,7 +45,10 @@ def processes(
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    own = torch.device(kind)
+    try:
+        own = torch.device(kind)
+    except RuntimeError:
+        raise ValueError(f"device is {strict.short(device)}; write device=cpu, or device=cuda") from None
     if own.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from upcycle.cli import frame
+from upcycle.config.values import LENGTH, at_least, check_values, finite
 
 PROMISE_BROKEN = 1
 NOTHING_PROMISED = 3
@@ -33,6 +34,10 @@ class VerifyKeys:
     tolerance: float | None = None  # compare only the logits, of any two models: largest |difference| / largest |logit|
     device: str = "cpu"  # the device that computes: cpu, cuda, cuda:1, ...
     json: bool = False  # print the report as one JSON object
+
+    def __post_init__(self) -> None:
+        rules = {"tokens": at_least(2, most=LENGTH), "sequence": at_least(2, most=LENGTH), "tolerance": finite()}
+        check_values(self, "", rules)
 
 
 @frame.command()

@@ -24,6 +24,7 @@ T = TypeVar("T")
 NONSENSE = (TypeError, IndexError, RecursionError, json.JSONDecodeError)
 OTHER_KEY = re.compile(r"\$\{[\w.\[\]-]+\}")  # ${a.b}, the only reference that a file may use
 WANTED = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}  # OmegaConf's types, in words
+FLOAT = 10**300  # OmegaConf converts every larger whole number with an OverflowError
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -195,6 +196,8 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
     OmegaConf.set_readonly(schema, False)
     try:
         for key, value in values.items():
+            if isinstance(value, int) and abs(value) > FLOAT:
+                raise ValueError(f"{where}{key} has over 300 digits; write a number that a float can hold")
             default = getattr(schema, key)
             if isinstance(default, DictConfig) and OmegaConf.get_type(default) is not dict:
                 inner = build(cast(type[Any], OmegaConf.get_type(default)), value, f"{where}{key}.")
@@ -203,6 +206,12 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
                 raise ValueError(f"{where}{key} is {strict.short(value)}; it must be keys and values")
             elif isinstance(value, Mapping) and isinstance(fields[key].default, tuple):
                 raise ValueError(f"{where}{key} is {strict.short(value)}; it must be a list, as in {where}{key}=[...]")
+            elif (
+                isinstance(value, list)
+                and "tuple[str" in str(fields[key].type)
+                and (nested := [item for item in value if isinstance(item, list | Mapping)])
+            ):
+                raise ValueError(f"{where}{key} has {strict.short(nested[0])}; its items must be plain text")
             elif isinstance(value, str) and isinstance(fields[key].default, tuple):
                 values = {**values, key: [value]}  # a single value needs no brackets
         return OmegaConf.to_object(OmegaConf.merge(schema, literal(values)))  # type: ignore[return-value]

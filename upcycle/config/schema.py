@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from upcycle.config.values import LENGTH, TOKENS, Rule, at_least, check_values, finite, seed
+
 
 @dataclass(frozen=True)
 class RouterInit:
@@ -18,6 +20,10 @@ class RouterInit:
     # neurons: of a row's elements; clusters ignores it
     std: float = 0.01
     texts: tuple[str, ...] = ()  # for hidden: one file per copy (a domain, or a donor's data)
+
+    def __post_init__(self) -> None:
+        why = "because equal logits send every token to the same experts, and infinite logits cannot be routed"
+        check_values(self, "router.init.", {"std": Rule(lambda std: 1e-6 <= std <= 1e3, f"write 1e-6 to 1e3, {why}")})
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,9 @@ class Calibration:
     sequence: int = 512  # tokens of one sequence, at most the model's context
 
     ELSEWHERE: ClassVar = {"length": "calibration.sequence"}
+
+    def __post_init__(self) -> None:
+        check_values(self, "calibration.", {"tokens": at_least(1, most=TOKENS), "sequence": at_least(1, most=LENGTH)})
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,10 @@ class UpcycleConfig:
     seed: int = 0  # seed of router rows, noise, redrawn neurons and random splits
     max_shard: str = "5GB"  # largest size of a safetensors file: 5GB, 512MiB
     sequence: int = 4096  # tokens of a sequence for which FLOPs per token are counted
+
+    def __post_init__(self) -> None:
+        rules = {"experts granularity top_k": at_least(1), "sequence": at_least(1, most=LENGTH), "seed": seed()}
+        check_values(self, "", rules | {"shared": finite()})
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from training.model.decoder import Decoder
 from training.model.lora import merge
 from training.model.moe import MoE
 from upcycle.arch.spec import MAX_EXPERTS, MoESpec
+from upcycle.config.values import LENGTH, TOKENS, at_least, check_values, one_of
 from upcycle.converting import grow
 from upcycle.io import strict
 from upcycle.io.checkpoint import Checkpoint
@@ -36,6 +37,7 @@ from upcycle.text import tokens as text
 
 PAIRS = 64  # up to this many experts the table of all pairs is written; above it only the STRONGEST pairs
 STRONGEST = 12
+DTYPES = ("float32", "bfloat16", "float64")
 Experts = Annotated[int, Range(1, MAX_EXPERTS)]
 Cells = list[list[float | None]]
 
@@ -54,6 +56,11 @@ class RoutingConfig:
     keep: int = 0  # also measure the loss if each layer keeps only this many experts, the most salient; 0: do not
     dtype: str = "float32"  # dtype of activations: float32 | bfloat16 | float64
     output: str = "routing.json"  # the file to write
+
+    def __post_init__(self) -> None:
+        rules = {"tokens": at_least(1, most=TOKENS), "sequence": at_least(1, most=LENGTH)}
+        rules["dtype"] = one_of(DTYPES)
+        check_values(self, "", rules | {"granularity keep": at_least(0, most=MAX_EXPERTS)})
 
 
 def routing(config: RoutingConfig) -> dict[str, Any]:

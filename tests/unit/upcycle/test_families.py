@@ -322,6 +322,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma2, both ways": ("gemma2", {"use_bidirectional_attention": True}, "only causal"),
     "gemma3, a cap that is ignored": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "transformers ignores"),
     "neox heads": ("gpt_neox", {"num_attention_heads": 24}, "must divide"),
+    "neox, another head_dim": ("gpt_neox", {"head_dim": 64}, "head_dim=64; in a gpt_neox model it must be hidden"),
 }
 
 

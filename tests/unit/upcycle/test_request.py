@@ -107,7 +107,7 @@ def plan(*words: str) -> UpcyclePlan:
         (["method=3"], "method"),
         (["shared=.inf"], "shared is inf"),
         (["experts=100000000"], "at most 16384 experts"),
-        (["experts=99999999999999999999999999"], "at most 16384 experts"),
+        (["experts=99999999999999999999999999"], "experts is 99999999999999999999999999; it must be at most"),
         (["router.init.std=.inf"], "1e-6 to 1e3"),
         (["router.init.std=1e-50"], "1e-6 to 1e3"),
         (["router.init.std=1000", "router.score=sigmoid"], "whose sigmoids are 0 or 1; write at most 2.5"),

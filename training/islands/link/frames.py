@@ -18,6 +18,7 @@ import os
 import socket
 import struct
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -225,6 +226,10 @@ def secret_of(file: str) -> bytes:
         raise ValueError(
             "islands.secret is not set; write a file with at least 16 random bytes (openssl rand -hex 32 > FILE), copy "
             "it to every island, and set islands.secret to its name"
+        )
+    if Path(file).stat().st_mode & 0o077:
+        warnings.warn(
+            f"other users of this machine may read or change islands.secret={file}; chmod 600 {file}", stacklevel=2
         )
     secret = Path(file).read_bytes()[: 1 << 16].strip()
     if len(secret) < LEAST:

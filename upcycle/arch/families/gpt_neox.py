@@ -19,6 +19,12 @@ def adapt(config: Config) -> Config:
             f"config.json has hidden_size={hidden} and num_attention_heads={heads}; in a gpt_neox model the second "
             "must divide the first"
         )
+    head_dim = typed.whole(config, "head_dim", hidden // heads)
+    if head_dim != hidden // heads:  # transformers rotates by head_dim, and computes attention by the quotient
+        raise ValueError(
+            f"config.json has head_dim={head_dim}; in a gpt_neox model it must be hidden_size / num_attention_heads = "
+            f"{hidden // heads}, or left out"
+        )
     return {key: value for key, value in config.items() if key not in ("num_key_value_heads", "head_dim")}
 
 

@@ -18,7 +18,6 @@ No other code depends on a method's name: the converter uses the `Method` that `
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,6 +26,7 @@ from typing import Any, Literal
 from upcycle import plugin
 from upcycle.arch.ffn import FFN
 from upcycle.config.reading import build
+from upcycle.config.values import FACTOR
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ def load(name: str, keys: Mapping[str, Any] | None = None) -> Method:
 
 
 def positive(key: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{key} is {value}; it must be a number above 0")
+    if not 0 < value <= FACTOR:
+        raise ValueError(f"{key} is {value}; it must be a number above 0, and at most {FACTOR:g}")
 
 
 def share(key: str, value: float) -> None:

@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -431,5 +432,18 @@ def test_a_secret_is_a_file_with_enough_in_it(tmp_path: Path) -> None:
         secret_of(str(tmp_path / "short"))
     with pytest.raises(ValueError, match=r"islands.secret is not set; write a file"):
         secret_of("")
-    (tmp_path / "good").write_bytes(SECRET + b"\n")
-    assert secret_of(str(tmp_path / "good")) == SECRET
+    good = tmp_path / "good"
+    good.write_bytes(SECRET + b"\n")
+    good.chmod(0o600)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert secret_of(str(good)) == SECRET
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o640, 0o644, 0o620])
+def test_a_secret_that_others_may_read_or_change_is_named(tmp_path: Path, mode: int) -> None:
+    good = tmp_path / "good"
+    good.write_bytes(SECRET)
+    good.chmod(mode)
+    with pytest.warns(UserWarning, match=f"other users of this machine .*{good}; chmod 600"):
+        assert secret_of(str(good)) == SECRET
