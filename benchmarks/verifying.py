@@ -160,10 +160,8 @@ def broken(folder: Path) -> Iterator[str]:
 
 def row(number: int, words: str, report: Report, seconds: float) -> str:
     exact = report.promised == "exact"
-    computed = sum("logits" in fault or "FFN" in fault for fault in report.faults)
-    verdict = (
-        "held" if report.held else f"BROKEN ({len(report.faults)} faults{', seen in outputs too' * bool(computed)})"
-    )
+    computed = any("logits" in fault or "FFN" in fault for fault in report.faults)
+    verdict = "held" if report.held else f"BROKEN (faults: {len(report.faults)}{', seen in outputs too' * computed})"
     return f"| {number} | {words} | {'exact' if exact else 'not exact'} | {report.relative:.1e} | {verdict} | {seconds:.0f} s |"
 
 
