@@ -441,8 +441,6 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
     output = Path(config.output)
     if not output.name:
         raise ValueError(f"output is {config.output!r}; write the name of a folder to make")
-    if config.shard_tokens < 1:
-        raise ValueError(f"shard_tokens={config.shard_tokens} must be at least 1")
     if not config.tokenizer:
         raise ValueError("tokenizer is not set; write tokenizer=FOLDER, or tokenizer=org/name")
     folder = tokenizer_folder(config.tokenizer)

@@ -261,7 +261,7 @@ def test_a_model_that_is_not_whole_is_a_sentence(
         (["{llama}", "and"], "write MODEL [key=value ...]"),
         (["{llama}", "nproc=2"], "chat runs in one process; leave nproc out"),
         (["{llama}", "temprature=0"], "did you mean 'temperature'"),
-        (["{llama}", "temperature=-1"], "temperature is -1.0; it must be at least 0"),
+        (["{llama}", "temperature=-1"], "temperature is -1.0; it must be a number of at least 0"),
         (["{llama}", "tokens=0"], "tokens is 0; it must be at least 1"),
         (["{llama}", "dtype=int8"], "dtype is 'int8'; it must be one of"),
         (["{llama}", "device=gpu"], "device is 'gpu'; write device=cpu, or device=cuda"),

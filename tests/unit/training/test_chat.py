@@ -356,7 +356,7 @@ def test_bad_requests_are_a_sentence(plain: Path, tmp_path: Path) -> None:
     for words, says in (
         ({"kind": "chats"}, "kind is 'chats'; it must be one of text, chat"),
         ({"kind": "chat", "loss": "user"}, "loss is 'user'; it must be one of assistant, all"),
-        ({"kind": "chat", "sequence": 1}, "sequence=1 must be at least 2"),
+        ({"kind": "chat", "sequence": 1}, "sequence is 1; it must be at least 2"),
     ):
         with pytest.raises(ValueError, match=says):
             PrepareConfig("out", str(folder), (str(good),), **words)  # type: ignore[arg-type]

@@ -374,7 +374,7 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"sources": (__file__,)}, r"test_data\.py cannot be read; convert it to one of"),
     ({"sources": ("hf:a:b:c:d",)}, r"'hf:a:b:c:d' is not like hf:org/name"),
     ({"eos": "<end>"}, "has no token '<end>'; write eos=TOKEN"),
-    ({"shard_tokens": 0}, "shard_tokens=0 must be at least 1"),
+    ({"shard_tokens": 0}, "shard_tokens is 0; it must be at least 1"),
     ({"output": ""}, "output is ''; write the name of a folder"),
 ]
 
@@ -1100,12 +1100,12 @@ def test_configs(folder: Path, tmp_path: Path) -> None:
     [
         ("train=[{pth: x}]", r"unknown key 'data.train.0.pth'; did you mean 'path'\?"),
         ("train=[{name: x}]", r"data.train.0 has no path"),
-        ("train=[{path: x, weight: 0}]", "data.train x has weight 0.0; it must be above 0"),
+        ("train=[{path: x, weight: 0}]", "data.train.0.weight is 0.0; it must be above 0"),
         ("train=[{path: x, weight: heavy}]", "data.train.0.weight"),
         ("train=[a/x,b/x]", "data.train has two sources named 'x'"),
         ("train=[3]", "data.train.0 is 3; it must be keys and values"),
         ("valid={a: b}", r"^valid is \{'a': 'b'\}; it must be a list, as in valid=\[\.\.\.\]$"),
-        ("sequence=0", "data.sequence=0 must be at least 1"),
+        ("sequence=0", "data.sequence is 0; it must be at least 1"),
     ],
 )
 def test_bad_configs_are_a_sentence(word: str, message: str) -> None:

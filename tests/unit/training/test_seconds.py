@@ -571,7 +571,7 @@ def test_a_machines_own_file(
     [
         (["measure=no/such/mine.yaml"], {}, "make the folder no/such"),
         (["device=xpu"], {}, "device is xpu"),
-        (["node=-1"], {}, "node is -1; it must be at least 1"),
+        (["node=-1"], {}, "node is -1; it must be at least 0"),
         ([], {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "start it on one"),
     ],
 )
