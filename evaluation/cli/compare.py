@@ -32,7 +32,7 @@ keys, with defaults and meaning: docs/config.md
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,10 @@ class CompareConfig:
     equivalent: Any = field(default_factory=dict)
     # a key of documents (file, passage, ...) whose items count as one; "": the first key in the samples
     cluster: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.equivalent, Mapping):
+            raise ValueError(f"equivalent is {self.equivalent!r}; write names and margins: equivalent={{law: 0.005}}")
 
 
 @frame.command()

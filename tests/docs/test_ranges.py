@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from benchmarks import evaluation
+from evaluation.cli.compare import CompareConfig
 from evaluation.studies.plan import StudyConfig
 from tests.docs.test_keys import TABLES, methods
 from training.config.checks import largest_divisor
@@ -74,6 +75,12 @@ def test_a_number_that_nothing_can_hold_is_refused_by_its_key(
 
 def test_the_walk_finds_the_numbers() -> None:
     assert len(KEYS) > 150
+
+
+@pytest.mark.parametrize("value", ["law", 0.005, ["law"], None])
+def test_margins_have_names(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"equivalent is .*; write names and margins: equivalent="):
+        build(CompareConfig, {"equivalent": value})
 
 
 @pytest.mark.parametrize("item", [["a"], {"a": 1}])
