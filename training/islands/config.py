@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
 from upcycle.config.values import MINUTES, Rule, above_zero, at_least, check_values, finite, share_of_one
-
-if TYPE_CHECKING:
-    from training.config.schema import TrainConfig
 
 LOCAL = 64  # islands that are tried on one machine, at most: each is a process
 MOST = 65536  # islands of a server, at most
@@ -61,16 +57,6 @@ class IslandsConfig:
     @property
     def asked(self) -> bool:
         return bool(self.join)
-
-
-def agreed(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings, by key, in which islands must agree with their server."""
-    schedule = {f"schedule.{key}": value for key, value in asdict(config.schedule).items()}
-    optim = ("weight_decay", "router_decay", "router_lr", "expert_lr", "embed_lr")
-    own = {f"optim.{key}": getattr(config.optim, key) for key in optim}
-    own |= {f"islands.{key}": getattr(config.islands, key) for key in ("every", "gain")}
-    groups = [asdict(group) for group in config.optim.groups]
-    return schedule | own | {"optim.groups": groups, "balance.bias_rate": config.balance.bias_rate}
 
 
 def address(text: str, key: str) -> tuple[str, int]:

@@ -30,12 +30,12 @@ from torch import Tensor
 from training.data.mixture import DataConfig
 from training.islands import center
 from training.islands.center import Again
-from training.islands.config import agreed
 from training.islands.link import frames, wire
 from training.islands.link.client import Link
 from training.islands.link.frames import Halted
 from training.islands.link.server import BLOCK
 from training.islands.places import NUMBERS, Layout, Place, inside, share_of, whole
+from training.islands.plan import agreed
 from training.islands.rules.dgs import Push
 from training.islands.sparse import Sparse
 from training.model.moe import MoE

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,3 +111,13 @@ def table(spec: DenseSpec | MoESpec, config: TrainConfig, islands: int, link: st
             f"{count * (found.up + found.down) / 1e9:10,.4g}  {count * seconds / 3600:8,.3g}"
         )
     return "\n".join(lines)
+
+
+def agreed(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings, by key, in which islands must agree with their server."""
+    schedule = {f"schedule.{key}": value for key, value in asdict(config.schedule).items()}
+    optim = ("weight_decay", "router_decay", "router_lr", "expert_lr", "embed_lr")
+    own = {f"optim.{key}": getattr(config.optim, key) for key in optim}
+    own |= {f"islands.{key}": getattr(config.islands, key) for key in ("every", "gain")}
+    groups = [asdict(group) for group in config.optim.groups]
+    return schedule | own | {"optim.groups": groups, "balance.bias_rate": config.balance.bias_rate}

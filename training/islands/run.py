@@ -19,11 +19,11 @@ from training.checkpoint.state import found, step_of
 from training.config.schema import TrainConfig
 from training.experts import SPECIFICATION
 from training.islands.center import Bounds, Center
-from training.islands.config import agreed
 from training.islands.journal import Journal
 from training.islands.link import frames
 from training.islands.link.server import Server
 from training.islands.places import Layout, Place
+from training.islands.plan import agreed
 from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.optim.slots import make_slot
