@@ -342,7 +342,7 @@ def ended(child: int) -> int | None:
 
 def outcome(case: Case, names: dict[str, str]) -> tuple[str, str]:
     """Run a case; return its kind and all that it printed."""
-    with tempfile.TemporaryDirectory(prefix="upcycle-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix="upcycle-fuzz-", ignore_cleanup_errors=True) as folder:
         here = Path(folder) / "here"
         here.mkdir()
         how, code, said = forked(lambda: door.main([case.verb, *filled(case.words, names)]), here)
@@ -378,7 +378,7 @@ def fuzz(config: FuzzConfig) -> dict[str, list[Case]]:
     for module in door.MODULES.values():
         importlib.import_module(module)
     found: dict[str, list[Case]] = {kind: [] for kind in KINDS}
-    with tempfile.TemporaryDirectory(prefix="upcycle-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix="upcycle-fuzz-", ignore_cleanup_errors=True) as folder:
         here, place = Path(folder), Path(folder) / "names.json"
         how, code, said = forked(
             lambda: place.write_text(json.dumps(make(here))) * 0, here, memory=0, waits=(600, 600, 600)
