@@ -71,6 +71,7 @@ from training.run.record import stepping
 from training.run.step import train_step, validate
 from upcycle import plugin
 from upcycle.config.reading import build as built
+from upcycle.io import publish
 
 SPEEDS = (1.0, 1.07, 1.21, 1.9)
 NUMBERS = 1e9  # of the model for which the clock counts
@@ -589,7 +590,7 @@ def few(size: Size, tokens: Path, output: Path) -> None:
             (folder / shard["tokens"]["file"]).write_bytes(data)
             shard["tokens"]["sha256"] = hashlib.sha256(data).hexdigest()
             shutil.copy(tokens / name / shard["documents"]["file"], folder)
-        (folder / "meta.json").write_text(json.dumps(meta))
+        (folder / "meta.json").write_bytes(publish.signed(meta))
         print(
             f"{name}: {np.mean(renamed[ids] == size.vocab - 1):.1%} of the last shard's tokens became the token of rare words"
         )

@@ -72,7 +72,7 @@ MISTAKES = [
     ('one folder to verify', 'verify llama', "got ['llama']"),
     ('the two in the wrong order', 'verify moe llama', 'upcycle verify llama moe'),
     ('a folder that is not there', 'verify llama mo', 'name one, or download the model there (hf download org/name'),
-    ('a dtype by another name', 'verify llama moe dtype=fp32', 'it must be one of float32, float64, bfloat16, float16'),
+    ('a dtype by another name', 'verify llama moe dtype=fp32', 'it must be one of float64, float32, bfloat16, float16'),
     ('no GPU', 'verify llama moe device=cuda', 'write device=cpu, or leave it out'),
     ('nothing to inspect', 'inspect', 'got []'),
     ('a training run to inspect', 'inspect run', 'make its model with upcycle export run OUTPUT, and give OUTPUT'),

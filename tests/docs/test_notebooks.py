@@ -59,7 +59,7 @@ def test_the_demo_stops_goes_on_and_does_nothing_twice(
     assert len(done) == 16
     lines = capsys.readouterr().out.splitlines()[-5:]
     assert [line[:3] for line in lines] == ["1. ", "2. ", "3. ", "4. ", "5. "]
-    assert lines[2].endswith("groups have by default: optim.router_lr=0.3 optim.share=0.5 optim.shrink=0.3.")
+    assert lines[2].endswith("the defaults of groups: optim.router_lr=0.3 optim.share=0.5 optim.shrink=0.3.")
     page = (here / "report.html").read_text()
     for shown in ("dense", "copies", "groups", "ppl_prose", "tiny_stories", "specialis"):
         assert shown in page

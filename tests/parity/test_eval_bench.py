@@ -51,7 +51,7 @@ def test_other_answers_are_seen() -> None:
     ("words", "says"),
     [
         ([], "checkpoint is not set"),
-        (["m", "batch_sizes=[0]"], "at least 1"),
+        (["m", "batch_sizes=[0]"], "one or more numbers from 1"),
         (["./no-such-folder", "suite=tiny"], "no-such-folder"),
     ],
 )

@@ -271,7 +271,7 @@ def test_options_of_lm_eval_reach_the_run(
         (["model=hg"], "there is no model 'hg'"),
         (["max_length=4096"], "max_length is 4096 and the model's context 512"),
         (["model=hf", "model_args={trust_remote_code: true}"], "a stranger's program"),
-        (["include_path=nowhere"], "include_path=nowhere is no folder"),
+        (["include_path=nowhere"], "include_path=nowhere is not a folder"),
         (["tasks=[by_siz]"], "no task 'by_siz'"),
         (["gen_kwargs={do_sample: true}"], "asks for texts with do_sample=True"),
     ):
@@ -291,7 +291,7 @@ def test_a_model_of_lm_evals_own_is_asked_by_our_command(
     for model in ("hf", "upcycle"):
         words = [f"include_path={place / 'tasks'}", "tasks=[words]", f"model={model}", "device=cuda"]
         assert main(["run", str(place / "a"), *words, f"output={place / 'none'}"]) == 2
-        assert "device is cuda and this machine has none; write device=cpu" in capsys.readouterr().err
+        assert "device is cuda and this machine has no such device; write device=cpu" in capsys.readouterr().err
     mine, theirs = told(folder), told(three["hf"])
     assert mine.keys() == theirs.keys()
     assert all(mine[key].scores == item.scores and mine[key].logprobs == item.logprobs for key, item in theirs.items())

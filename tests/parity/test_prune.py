@@ -240,5 +240,7 @@ def test_what_cannot_be_pruned_or_copied_by_use_is_refused(tmp_path: Path) -> No
         file.write_text(json.dumps(found | change))
         with pytest.raises(ValueError, match=re.escape(says)):
             load(*words)
-    with pytest.raises(ValueError, match=re.escape("keep=4 of 4 experts, of which a token takes 2; write keep=2 to 3")):
+    with pytest.raises(
+        ValueError, match=re.escape("keep is 4, and the model has 4 experts and a token takes 2; write keep=2 to 3")
+    ):
         routing.measure(routing.RoutingConfig(str(source), ("x.txt",), keep=4))

@@ -113,7 +113,9 @@ def test_a_suite_asks_what_the_hub_has(suite: str, models: list[Path], tmp_path:
 def test_examples_of_a_split_that_the_files_lack_are_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "gsm8k").mkdir()
     (tmp_path / "gsm8k" / "test.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n')
-    with pytest.raises(ValueError, match="gsm8k has 0 documents to take 5 examples from in its files; write fewshot=0"):
+    with pytest.raises(
+        ValueError, match="gsm8k has 0 documents in its files, and fewshot=5 needs at least as many; write fewshot=0"
+    ):
         tasks.load("gsm8k-5shot", str(tmp_path))
 
 

@@ -73,7 +73,7 @@ def test_each_digit_of_all_files_counts(folder: Path) -> None:
 
 
 DAMAGE = {
-    "doubled": (lambda lines: [*lines, lines[3]], "the item x 3 is there once more"),
+    "doubled": (lambda lines: [*lines, lines[3]], "the item x 3 is there twice"),
     "missing": (lambda lines: lines[:-1], "has 10 items of x and its samples 9"),
     "none": (lambda lines: [], "has 10 items of x and its samples 0"),
     "nan": (lambda lines: [lines[0].replace("-1.0", "NaN", 1), *lines[1:]], "item 0 of x has a number that is not finite"),

@@ -175,7 +175,7 @@ def test_data_and_models_that_are_not_there_are_found_before_training(
     make_llama(tmp_path / "dense", {**SHAPE})
     base = {**STUDY["base"], "data": data}
     assert evaluate(["study", written(tmp_path, base=base), f"arms.dense.model.source={tmp_path / 'dense'}"]) == 2
-    assert "arm moe: 'dense' is not a folder" in capsys.readouterr().err
+    assert "arm moe: model.upcycle.source: 'dense' is not a folder" in capsys.readouterr().err
     assert not (tmp_path / "study" / "runs").exists()
 
 

@@ -61,13 +61,14 @@ def test_a_run_that_only_skips_ends_and_names_the_checkpoint_from_before(
     assert read_metrics(tmp_path / "run")[-1]["step"] == 14
 
 
-def test_a_peak_of_ten_thousand_is_no_trained_model(
+def test_a_peak_beyond_all_reason_is_refused_before_training(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loud = ["schedule.peak=1e30", "schedule.final=0", "steps=20"]
     assert main(words(place, tmp_path / "run", *loud)) == 2
     said = capsys.readouterr()
-    assert "steps in a row were skipped" in said.err and "is trained" not in said.out
+    assert "schedule.peak is 1e+30; it must be at most" in said.err and "is trained" not in said.out
+    assert not (tmp_path / "run").exists()
 
 
 def test_few_skipped_steps_are_no_end_and_none_has_no_limit(
