@@ -361,8 +361,7 @@ class Center:
                 f"the server's folder was made with islands.rule={facts['rule']}, and now islands.rule="
                 f"{self.config.rule}; set it back, or choose another output"
             )
-        for key in TOTALS:
-            setattr(self, key, facts[key])
+        vars(self).update((key, facts[key]) for key in TOTALS)
         self.rule.restore({name[5:]: tensor for name, tensor in tensors.items() if name.startswith("rule.")})
         self.loads = {int(name[6:]): tensor for name, tensor in tensors.items() if name.startswith("loads.")}
         self.spent = {int(name[6:]): tensor for name, tensor in tensors.items() if name.startswith("spent.")}

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from tests.unit.training.test_data import make_tokenizer
+from tests.unit.training.test_dead import skipping
 from tests.unit.training.test_train import WORDS, config, moe, place
 from training import api
 from training.__main__ import main
 from training.checkpoint import layout
 from training.checkpoint.state import found
 from training.data.shards import read_meta
+from training.run import step as step_module
 from training.run.loop import train
 from upcycle.io.publish import NO_SUM
 
@@ -144,13 +146,22 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(
     assert not found(folder / "checkpoints") and not Path(f"{folder}-out").exists()
 
 
-@pytest.mark.parametrize("word", ["balance.z_weight=1e30", "teacher.weight=1e30"])
 def test_a_run_that_skipped_every_step_does_not_end_as_trained(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step_module, "train_step", skipping(1, 3))
+    folder = tmp_path / "run"
+    assert "all 3 steps were skipped" in said(capsys, asked(place, folder))
+    assert not Path(f"{folder}-out").exists()
+
+
+@pytest.mark.parametrize("word", ["balance.z_weight=1e30", "teacher.weight=1e30"])
+def test_a_weight_of_the_loss_beyond_all_reason_is_refused_before_training(
     word: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    assert "all 3 steps were skipped" in said(capsys, asked(place, folder, word))
-    assert not Path(f"{folder}-out").exists()
+    assert f"{word.partition('=')[0]} is 1e+30; it must be at most" in said(capsys, asked(place, folder, word))
+    assert not folder.exists() and not Path(f"{folder}-out").exists()
 
 
 def test_an_export_names_the_tensor_that_is_not_finite(run: Path, tmp_path: Path) -> None:
