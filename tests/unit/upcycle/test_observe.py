@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import math
 from collections.abc import Callable
 from functools import cache
@@ -344,14 +345,17 @@ LENGTHENS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("part", ["normalizer", "decoder"])
-@pytest.mark.parametrize("way", LENGTHENS)
+# decoders have no Prepend and no ByteLevel rule that lengthens a text
+DECODES = [way for way, rule in LENGTHENS.items() if not {"Prepend", "ByteLevel"} & set(re.findall(r"\w+", str(rule)))]
+
+
+@pytest.mark.parametrize(
+    ("way", "part"), [*((way, "normalizer") for way in LENGTHENS), *((way, "decoder") for way in DECODES)]
+)
 def test_a_tokenizer_that_lengthens_texts_is_refused(donor: Path, way: str, part: str) -> None:
     rule = LENGTHENS[way]
     if part == "decoder":
         rule = {("decoders" if key == "normalizers" else key): value for key, value in rule.items()}
-        if "Prepend" in str(rule) or "ByteLevel" in str(rule):
-            pytest.skip("no decoder has this rule")
     (donor / "tokenizer.json").write_text(json.dumps(json.loads((donor / "tokenizer.json").read_text()) | {part: rule}))
     with pytest.raises(ValueError, match=r"tokenizer\.json has rules .* that can make a text .* times longer"):
         text.load_tokenizer(donor)
