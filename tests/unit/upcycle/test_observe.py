@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import math
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
