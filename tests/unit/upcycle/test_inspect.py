@@ -14,6 +14,7 @@ from training.checkpoint.layout import opened
 from training.optim.config import OptimConfig, settled
 from upcycle.__main__ import main
 from upcycle.arch.spec import MoESpec
+from upcycle.io import publish
 from upcycle.verifying.inspect import describe
 
 WORDS = ["experts=4", "granularity=2", "top_k=2", "dtype=float32"]
@@ -77,7 +78,8 @@ def test_a_choice_in_each_slice_is_whole_and_its_slices_are_the_models(tmp_path:
         assert (origin.spec.copies, origin.spec.granularity, origin.spec.slices) == (4, 2, 2)
     manifest = json.loads((folder / "upcycle.json").read_text())
     # 4 divides the 8 experts too, but the router would choose in other classes
-    (folder / "upcycle.json").write_text(json.dumps(manifest | {"config": manifest["config"] | {"granularity": 4}}))
+    other = manifest | {"config": manifest["config"] | {"granularity": 4}}
+    (folder / "upcycle.json").write_bytes(publish.signed(other))  # whole by its sum
     for read in (describe, lambda folder: opened(folder).__enter__()):
         with pytest.raises(ValueError, match=r"granularity=4, but config\.json says expert_slices=2"):
             read(folder)
