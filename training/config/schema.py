@@ -69,8 +69,7 @@ class ModelConfig:
     # checkpoint and the activations are bfloat16, which gives the same numbers in half of the bytes
     frozen: str = ""
     compile: bool = False  # torch.compile each layer
-    # record the step as a CUDA graph and replay it without the host; only for a single GPU. null: if it is possible and
-    # a step takes at most half of the memory
+    # record the step as a CUDA graph and replay it without the host; only for a single GPU. null: if it is possible
     graph: bool | None = None
     transformer_engine: tuple[str, ...] = ()  # parts of a layer that it computes: attention, linear | linear_fp8, norm
 

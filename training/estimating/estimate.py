@@ -215,7 +215,7 @@ def check_asked(asked: EstimateConfig) -> None:
 
 def seconds_of(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, card: hardware.Hardware) -> float:
     """Return the seconds of one step with the config's own mapping."""
-    return step(spec, config, world, card, taken=memory(spec, config, world).total).total
+    return step(spec, config, world, card).total
 
 
 def lasting(stage: Stage, spec: DenseSpec | MoESpec, world: int, card: hardware.Hardware) -> str:

@@ -107,7 +107,7 @@ def ranked(
         if not fits(size, card) and mesh != config.mesh:
             return Timed(mesh, size, Seconds())
         ranges = model.ranges(mesh.pp, mesh.schedule)
-        return Timed(mesh, size, step(spec, changed, world, card, routing, ranges=ranges, taken=size.total))
+        return Timed(mesh, size, step(spec, changed, world, card, routing, ranges=ranges))
 
     own = timed(config.mesh)
     every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)

@@ -34,7 +34,7 @@ from training.estimating.hardware import Hardware, Link, attention_rates, rates
 from training.optim.slots import MOMENTS
 from training.parallel.mesh import grids
 from training.parallel.pipeline import cut, stages
-from training.run.record import MOST, hindrance
+from training.run.record import hindrance
 from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
 from upcycle.planning.size import mean_context
 
@@ -123,27 +123,23 @@ def step(
     *,
     blocks: bool = False,
     ranges: Sequence[range] | None = None,
-    taken: float = 0.0,
 ) -> Seconds:
     """Predict the seconds of one step of `config` on `world` GPUs.
 
     `blocks` leaves out head and optimiser, like a bench's stack of layers. `ranges` gives the layers of each stage, if
-    known. `taken` gives the bytes that the step takes on a GPU, if known."""
+    known."""
     mesh, layers = config.mesh, (spec.dense if isinstance(spec, MoESpec) else spec).layers
     if ranges is None:
         ranges = [range(layers)] if mesh.pp == 1 else cut(spec, mesh.pp, mesh.schedule)
-    replayed = not blocks and recorded(config, world, isinstance(spec, MoESpec), taken / card.memory / 1e9)
+    replayed = not blocks and recorded(config, world, isinstance(spec, MoESpec))
     return Clock(spec, config, world, card, routing or Routing(), blocks, replayed).step(ranges)
 
 
-def recorded(config: TrainConfig, world: int, moe: bool, share: float) -> bool:
+def recorded(config: TrainConfig, world: int, moe: bool) -> bool:
     """Tell whether the trainer records a step once and replays it without the host (training/run/record.py).
 
-    It does so on a single GPU if nothing in the config hinders it. Unless model.graph is set, the step must also take
-    at most half of the memory. `share` is the share of the memory that the step takes."""
-    asked = config.model.graph
-    free = not hindrance(config, world, moe, taught=config.teacher.asked)
-    return free and (share <= MOST if asked is None else asked)
+    It does so on a single GPU if nothing in the config hinders it."""
+    return config.model.graph is not False and not hindrance(config, world, moe, taught=config.teacher.asked)
 
 
 class Clock:

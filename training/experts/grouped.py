@@ -49,7 +49,8 @@ def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, a
             f"and got {hidden} and {width}; use {SPECIFICATION}"
         )
     ends_E = count_E.cumsum(0, dtype=torch.int32)
-    y_RD: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+    apply = _Experts.apply if x_RD.dtype == torch.bfloat16 else _apart
+    y_RD: Tensor = apply(  # type: ignore[no-untyped-call]
         x_RD.contiguous(), weight_R.contiguous(), ends_E, w.up_EFD.contiguous(), w.down_EDF.contiguous(),
         w.up_bias_EF, w.down_bias_ED, activation, w.gated, *factors(w, step if x_RD.is_cuda else 1),
     )  # fmt: skip
@@ -113,6 +114,10 @@ class _Experts(torch.autograd.Function):
             share_R = (d_y_RD.to(wide) * of_rows(down_bias_ED, ends_E, len(x_RD))).sum(1)
             d_weight_R += torch.where(swiglu.live(ends_E, len(x_RD)), share_R, 0)
         return d_x_RD, d_weight_R, None, d_up_EHD, d_down_EDF, d_up_bias_EH, d_down_bias_ED, None, None, None, *learned
+
+
+# a compiled block stops in front of the experts in other dtypes: torch cannot trace the loop that they fall back to
+_apart = torch.compiler.disable(_Experts.apply)  # type: ignore[no-untyped-call]
 
 
 def factors(w: ExpertWeights, step: int) -> tuple[float, *tuple[Tensor, ...]]:

@@ -20,7 +20,7 @@ from training.data.batch import Batch
 from training.experts import capabilities
 from training.run.build import Learner
 
-MOST = 0.5  # largest share of device memory for a step, whose memory validation cannot use
+MOST = 0.5  # share of device memory above which a recorded step, which keeps its memory, makes room for a validation
 WARM = 3  # steps before recording, in which kernels compile and libraries allocate
 Step = Callable[[Sequence[Batch], float], dict[str, Tensor]]
 TrainStep = Callable[[Learner, Sequence[Batch], float | None], dict[str, Tensor]]
@@ -83,17 +83,19 @@ class Recorded:
             self.graph.replay()
         return self.learned
 
+    def make_room(self) -> None:
+        """Give a large step's memory back before something else needs it; the next step is recorded again."""
+        if self.graph is not None and torch.cuda.memory_reserved() > MOST * torch.cuda.mem_get_info()[1]:
+            self.graph.reset()
+            self.graph, self.learned = None, {}
+            torch.cuda.empty_cache()
+
     def record(self, batches: Sequence[Batch]) -> None:
         """Record a step on its own memory, without running it."""
         run = self.run
         self.batches = [batch.to(run.device) for batch in batches]
         try:
             graph = torch.cuda.CUDAGraph()
-            taken, total = torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()[1]
-            if not run.config.model.graph and taken > MOST * total:
-                raise RuntimeError(
-                    f"it keeps its memory to itself, and a step takes {taken / total:.0%} of the device's"
-                )
             try:
                 # other threads load data and write checkpoints; a failed recording leaves the thread on the stream that
                 # it was made on (torch 2.13 too), and so would all later steps, so this one is entered once more around
@@ -114,6 +116,8 @@ class Recorded:
             run.balance.routed.clear()
             torch.cuda.empty_cache()
             why = str(error).split("\n")[0]
+            if isinstance(error, torch.OutOfMemoryError):
+                why = f"it needs more memory; try micro_batch={max(1, run.config.micro_batch // 2)}"
             warnings.warn(
                 f"the step is not recorded, so the host launches each one, which takes longer: {why}", stacklevel=2
             )

@@ -30,7 +30,7 @@ from training.parallel.watch import Watch, guarded
 from training.run import measures, saving, stages, step
 from training.run.build import Run, begin, loader_of, start
 from training.run.preflight import check_export
-from training.run.record import stepping
+from training.run.record import Recorded, Step, stepping
 from training.run.saving import due
 from training.run.stop import Stop, Stopped, anywhere
 
@@ -58,6 +58,7 @@ class Session:
     loader: Loader
     metrics: Metrics
     lr: float  # learning rate of the last step
+    make_step: Step | None = None  # of the current stage
 
     def __init__(self, run: Run, watch: Watch, stack: ExitStack) -> None:
         self.run, self.watch, self.stack, self.reading = run, watch, stack, ExitStack()
@@ -150,6 +151,7 @@ class Session:
         self.lr = self.rate(done)
         if run.teacher is not None:
             run.teacher.begin(self.teaching(done))
+        assert self.make_step is not None
         learned = self.make_step(batches, self.lr)
         self.state.step, run.place.cursor = self.state.step + 1, self.cursor
         if run.stage is run.stages[-1]:
@@ -212,6 +214,8 @@ class Session:
 
     def measure(self, wanted: measures.Measures) -> None:
         """Compute and log measures; a signal during them stops the run."""
+        if wanted and isinstance(self.make_step, Recorded):
+            self.make_step.make_room()
         self.stopped = not measures.measured(self.metrics, self.state.step, wanted)
 
     def finish(self) -> None:

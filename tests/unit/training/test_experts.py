@@ -213,6 +213,17 @@ def test_bfloat16_is_as_close_as_the_reference_in_bfloat16() -> None:
     assert 0 < ours < 1.5 * plain < 0.1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_grouped_experts_compile_in_any_dtype(dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    made = case((5, 0, 11, 1), dtype=dtype)
+
+    def compiled(x: Tensor, weight: Tensor, count: Tensor, w: ExpertWeights, activation: str) -> Tensor:
+        return torch.compile(grouped.experts, backend="aot_eager")(x, weight, count, w, activation)
+
+    assert worst(run(compiled, made, "silu"), run(grouped.experts, made, "silu")) == 0
+
+
 def test_frozen_weights_get_no_gradient() -> None:
     x, weight, count, w = case((2, 3))
     w.up_EFD.requires_grad_(False)

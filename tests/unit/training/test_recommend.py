@@ -42,7 +42,7 @@ def test_the_command_it_prints_is_the_row_it_shows(llama: Path) -> None:
     assert config.steps * config.batch * config.data.sequence == pytest.approx(1e10, rel=0.01)
     with source(config) as origin:
         size = memory(origin.spec, config, 8)
-        hours = step(origin.spec, config, 8, CARD, taken=size.total).total * config.steps / 3600
+        hours = step(origin.spec, config, 8, CARD).total * config.steps / 3600
         tried = [replace(config, micro_batch=n, model=replace(config.model, recompute="full")) for n in (1, 2, 4)]
         fastest = min(fit[0].seconds.total for each in tried if (fit := ranked(origin.spec, each, 8, CARD)[0]))
     assert f"{size.total / 1e9:10.0f}{hours:9.1f}" in rows["slices"]

@@ -12,7 +12,7 @@ import torch
 
 from tests.unit.training.test_train import Stopped, config, losses, place, stops_before
 from training.data.batch import Batch
-from training.run import record
+from training.run import measures, record
 from training.run import step as step_module
 from training.run.build import start
 from training.run.loop import train
@@ -32,6 +32,9 @@ class Graph:
         for name, value in self.of.train_step(self.of.run, self.of.batches, None).items():
             self.of.learned[name].copy_(value)
 
+    def reset(self) -> None:
+        self.of.learned.clear()
+
 
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
@@ -45,6 +48,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
 
     monkeypatch.setattr(record, "obstacle", lambda run: "")
     monkeypatch.setattr(record.Recorded, "record", of)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 100))
     return found
 
 
@@ -64,6 +68,26 @@ def test_recorded_steps_are_the_steps_with_stops_and_stages(
     plain = train(config(place, tmp_path / "plain-stages", "model.graph=false", *words, steps=10))
     run = train(config(place, tmp_path / "stages", *ASKED, *words, steps=10))
     assert len(recordings) == 4 and losses(run) == losses(plain)
+
+
+def test_a_large_step_is_recorded_again_after_each_validation(
+    place: Path, tmp_path: Path, recordings: Recordings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for held, times in ((51, 3), (49, 1)):  # of 100 bytes: more than half makes room, less does not
+        recordings.clear()
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda held=held: held)
+        validate, holding = measures.measured, list[bool]()
+
+        def seen(*given: Any) -> bool:
+            holding.extend(each.graph is not None for each in recordings[-1:] if given[2])
+            return validate(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(measures, "measured", seen)
+            run = train(config(place, tmp_path / f"{held}", *ASKED, "valid_every=5", steps=13))
+        plain = train(config(place, tmp_path / f"plain-{held}", "model.graph=false", "valid_every=5", steps=13))
+        assert len(recordings) == times and any(holding) == (times == 1)
+        assert losses(run) == losses(plain)
 
 
 def test_what_cannot_be_recorded(place: Path, tmp_path: Path) -> None:
