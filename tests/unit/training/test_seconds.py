@@ -470,9 +470,7 @@ def asking(**model: Any) -> TrainConfig:
         (replace(ALONE, islands=IslandsConfig(join="here:1")), 1, D, True),
     ],
 )  # fmt: skip
-def test_a_recorded_step_has_no_host(
-    config: TrainConfig, world: int, spec: DenseSpec | MoESpec, waits: bool
-) -> None:
+def test_a_recorded_step_has_no_host(config: TrainConfig, world: int, spec: DenseSpec | MoESpec, waits: bool) -> None:
     """In the model where it has none in training: by the same conditions as `record.obstacle`."""
     found = step(spec, config, world, SLOW, EVEN)
     assert (found.host > 0) == waits
