@@ -50,7 +50,7 @@ def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, a
         )
     ends_E = count_E.cumsum(0, dtype=torch.int32)
     apply = _Experts.apply if x_RD.dtype == torch.bfloat16 else _apart
-    y_RD: Tensor = apply(  # type: ignore[no-untyped-call]
+    y_RD: Tensor = apply(
         x_RD.contiguous(), weight_R.contiguous(), ends_E, w.up_EFD.contiguous(), w.down_EDF.contiguous(),
         w.up_bias_EF, w.down_bias_ED, activation, w.gated, *factors(w, step if x_RD.is_cuda else 1),
     )  # fmt: skip

@@ -87,7 +87,8 @@ class Recorded:
         """Give a large step's memory back before something else needs it; the next step is recorded again."""
         if self.graph is not None and torch.cuda.memory_reserved() > MOST * torch.cuda.mem_get_info()[1]:
             self.graph.reset()
-            self.graph, self.learned = None, {}
+            self.graph = None
+            self.learned.clear()
             torch.cuda.empty_cache()
 
     def record(self, batches: Sequence[Batch]) -> None:

@@ -70,24 +70,24 @@ def test_recorded_steps_are_the_steps_with_stops_and_stages(
     assert len(recordings) == 4 and losses(run) == losses(plain)
 
 
+@pytest.mark.parametrize(("held", "times"), [(51, 3), (49, 1)])  # of 100 bytes
 def test_a_large_step_is_recorded_again_after_each_validation(
-    place: Path, tmp_path: Path, recordings: Recordings, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path, recordings: Recordings, monkeypatch: pytest.MonkeyPatch, held: int, times: int
 ) -> None:
-    for held, times in ((51, 3), (49, 1)):  # of 100 bytes: more than half makes room, less does not
-        recordings.clear()
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda held=held: held)
-        validate, holding = measures.measured, list[bool]()
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: held)
+    measured, holding = measures.measured, list[bool]()
 
-        def seen(*given: Any) -> bool:
-            holding.extend(each.graph is not None for each in recordings[-1:] if given[2])
-            return validate(*given)
+    def seen(*given: Any) -> bool:
+        holding.extend(each.graph is not None for each in recordings[-1:] if given[2])
+        return measured(*given)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(measures, "measured", seen)
-            run = train(config(place, tmp_path / f"{held}", *ASKED, "valid_every=5", steps=13))
-        plain = train(config(place, tmp_path / f"plain-{held}", "model.graph=false", "valid_every=5", steps=13))
-        assert len(recordings) == times and any(holding) == (times == 1)
-        assert losses(run) == losses(plain)
+    words = ["valid_every=5"]
+    with monkeypatch.context() as patch:
+        patch.setattr(measures, "measured", seen)
+        run = train(config(place, tmp_path / "run", *ASKED, *words, steps=13))
+    plain = train(config(place, tmp_path / "plain", "model.graph=false", *words, steps=13))
+    assert len(recordings) == times and any(holding) == (times == 1)
+    assert losses(run) == losses(plain)
 
 
 def test_what_cannot_be_recorded(place: Path, tmp_path: Path) -> None:
