@@ -24,7 +24,8 @@ from ranks import forked
 from training.dispatch.alltoall import exchange
 from training.observe.profiling import Phases
 from training.parallel.processes import processes
-from training.parallel.watch import SILENCE, Watch, guarded, standing
+from training.parallel.standing import standing
+from training.parallel.watch import SILENCE, Watch, guarded
 
 
 def loop(rank: int, port: int, victim: int, how: str, folder: str) -> None:
@@ -173,7 +174,7 @@ def test_a_stack_names_the_collective_and_who_called_it() -> None:
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         time.sleep(0.3)
-        found = standing(thread.ident or 0)
+        found = str(standing(thread.ident or 0))
         gate.put(True)
         thread.join()
         return found

@@ -13,6 +13,9 @@ code and the collective. Rank 0 reads all signs, the others read rank 0's. Three
     a rank fell silent   killed, frozen, or its node is gone
     a rank is late       alive, but busy with one thing for longer than the run's patience while others wait
 
+A rank that waits in a collective is never named as late. If the signs do not show who keeps the others waiting, the
+sentence says so, and says where each rank stands.
+
 At the end, each rank writes its last collectives from torch's flight recorder to the run's folder: the first one that a
 rank missed shows where it left the others.
 """
@@ -32,28 +35,19 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import distributed_c10d
 
 from training.parallel.collectives import broadcast
 from training.parallel.processes import PATIENCE
+from training.parallel.standing import entered, means_peer, recorded, standing
 from upcycle.io import disk
 
-ROOT = Path(__file__).parents[2]
-COLLECTIVES = distributed_c10d.__file__
-PLAIN = str(Path(__file__).with_name("collectives.py"))  # its callers say more than this file
 INTERVAL = 2.0  # seconds between signs of life
 SILENCE = 60.0  # seconds without a sign until a rank counts as dead: long, because something may hold Python's lock
-# torch's flight recorders; they give JSON, while NCCL's own watchdog writes a pickle
-RECORDERS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 WRITTEN = 10.0  # seconds that a process waits for them at its end: a hanging device may block them
-# phrases of errors that only mean that another rank is missing
-PEERS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out", "Broken pipe")
 
 
 @contextmanager
@@ -99,40 +93,6 @@ def leave(sentence: str, folder: Path | None = None, rank: int = 0) -> None:
     os._exit(1)
 
 
-def recorded() -> bytes:
-    """Return the records of torch's flight recorders as JSON."""
-    asked = {name: getattr(c10d, call, None) for name, call in RECORDERS.items()}
-    told = {name: call() for name, call in asked.items() if call is not None}
-    return b"{" + b",".join(b'"%s":%s' % (name.encode(), text) for name, text in told.items()) + b"}"
-
-
-def standing(main: int) -> str:
-    """Describe where this process is: our function, and the collective that it waits for."""
-    stacks = sys._current_frames()
-    if main not in stacks:
-        return ""
-    place, call, backward = read_stack(stacks[main])
-    if backward and not call:  # on a GPU another thread computes gradients
-        own = threading.get_ident()
-        found = [read_stack(stack) for thread, stack in stacks.items() if thread not in (main, own)]
-        place, call, _ = next((each for each in found if each[0] and each[1]), (place, call, backward))
-    return f"{place}, for {call}" if call and place else place
-
-
-def read_stack(frame: FrameType | None) -> tuple[str, str, bool]:
-    """Return a thread's innermost function of ours, torch's collective, and whether autograd is running."""
-    place, call, backward = "", "", False
-    while frame is not None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if file == COLLECTIVES and not place and not name.startswith("_"):
-            call = name
-        elif not place and file != PLAIN and file.startswith(f"{ROOT}{os.sep}") and "site-packages" not in file:
-            place = f"at {name}, {Path(file).relative_to(ROOT)}:{frame.f_lineno}"
-        backward |= name == "_engine_run_backward"
-        frame = frame.f_back
-    return place, call, backward
-
-
 @dataclass
 class Sign:
     """A rank's last sign of life, and when it was read."""
@@ -142,7 +102,9 @@ class Sign:
 
 
 # the sign of a rank that has not written one
-NOTHING: dict[str, Any] = {"number": 0, "what": "the start", "host": "", "at": "", "since": 0.0}
+NOTHING: dict[str, Any] = {
+    "number": 0, "what": "the start", "host": "", "at": "", "since": 0.0, "waits": False, "last": None, "open": {},
+}  # fmt: skip
 
 
 @dataclass
@@ -159,6 +121,9 @@ class Watch:
     _task: str = ""
     _main: int = 0  # the main thread
     _beats: int = 0
+    _doubt: bool = False  # whether a rank got an error that means that another rank is missing
+    _last: dict[str, int] | None = None  # collectives entered, as counted last
+    _moved: float = 0.0  # when a count had grown
     _stop: threading.Event = field(default_factory=threading.Event)
     _signs: dict[int, Sign] = field(default_factory=dict)
     _thread: threading.Thread | None = None
@@ -180,7 +145,7 @@ class Watch:
         out which and to end the run."""
         if self.store is None:
             return
-        if any(word in str(error) for word in PEERS) or isinstance(error, dist.DistError):
+        if means_peer(error):
             with suppress(RuntimeError):  # if the store is gone the thread notices too; wait for it
                 self.store.set("doubt", "1")
             self._stop.wait(10 * self.interval)
@@ -204,42 +169,69 @@ class Watch:
             said = json.loads(beat)
             if int(rank) not in self._signs or self._signs[int(rank)].said != said:
                 self._signs[int(rank)] = Sign(said, now)
-        doubt = bool(self.store.check(["doubt"]))
-        return self.silent(now, 3 * self.interval if doubt else SILENCE) or self.late(doubt)
+        # some rank's patience has already ended, so half of the time is enough for silent ranks
+        seconds = max(float(sign.said["since"]) for sign in self._signs.values())
+        over = self.rank == 0 and seconds >= self.patience * (0.5 if self._doubt else 1.0)
+        return self.silent(now, 3 * self.interval if self._doubt or over else SILENCE) or (
+            self.late(seconds) if over else ""
+        )
 
     def silent(self, now: float, allowed: float) -> str:
         dead = [rank for rank, sign in self._signs.items() if now - sign.heard > max(allowed, 2 * self.interval)]
         return f"{self.named(dead)} died or froze, in {self._signs[dead[0]].said['what']}" if dead else ""
 
-    def late(self, doubt: bool) -> str:
-        # some rank's patience has already ended, so half of the time is enough for silent ranks
-        seconds = {rank: float(sign.said["since"]) for rank, sign in self._signs.items()}
-        if self.rank != 0 or max(seconds.values()) < self.patience * (0.5 if doubt else 1.0):
-            return ""
-        number = {rank: sign.said["number"] for rank, sign in self._signs.items()}
-        behind = [rank for rank in number if number[rank] == min(number.values())]
-        first, ahead = self._signs[behind[0]].said["what"], max(number, key=lambda rank: number[rank])
-        if len(behind) == self.world:
-            odd = self.odd_ones(behind)
-            if len(odd) == self.world:
-                return f"no rank came out of {first} in {max(seconds.values()):.0f} s{self.place(odd[0])}"
-            behind, ahead = odd, next(rank for rank in number if rank not in odd)
-        waiting = self._signs[ahead].said["what"]
+    def late(self, seconds: float) -> str:
+        """Return a sentence that names the ranks that keep the others waiting, or that says that no rank can be named.
+        """
+        late = self.culprits()
+        if not late:
+            return (
+                f"no rank came on for {seconds:.0f} s, and no rank can be blamed, because their last signs do not show "
+                f"who keeps the others waiting: {self.places()}"
+            )
+        waiting = [rank for rank in self._signs if rank not in late]
+        if not waiting:
+            return f"no rank came out of {self._signs[late[0]].said['what']} in {seconds:.0f} s: {self.places()}"
+        ahead = max(waiting, key=lambda rank: (self._signs[rank].said["waits"], self._signs[rank].said["number"]))
+        said = self._signs[late[0]].said
         return (
-            f"{self.named(behind)} is late, {seconds[behind[0]]:.0f} s in {first}{self.place(behind[0])} while others "
-            f"wait in {waiting}{self.place(ahead)}"
+            f"{self.named(late)} {'is' if len(late) == 1 else 'are'} late, {float(said['since']):.0f} s in {said['what']}{self.place(late[0])} while "
+            f"others wait in {self._signs[ahead].said['what']}{self.place(ahead)}"
         )
 
-    def odd_ones(self, ranks: list[int]) -> list[int]:
-        """Return the smallest group of ranks that are at one place in the code, preferring ranks outside of
-        collectives, because ranks in a collective wait for others."""
-        at = {rank: self._signs[rank].said["at"] for rank in ranks}
-        outside = [rank for rank in ranks if ", for " not in at[rank]] or ranks
-        return min(([r for r in outside if at[r] == place] for place in {at[r] for r in outside}), key=len)
+    def culprits(self) -> list[int]:
+        """Return the ranks that keep the others waiting; none if the signs do not show which.
+
+        A rank is innocent if it waits: if its host stands in a collective, or if a member of its group has not entered
+        a collective that it has entered. Of the other ranks, those are late that a collective waits for, or else those
+        that have come least far."""
+        signs = {rank: sign.said for rank, sign in self._signs.items()}
+        missing: dict[int, set[int]] = {}  # rank -> the ranks that a collective of its own waits for
+        for rank, said in signs.items():
+            for group, first in said["open"].items():
+                members = [each for each in said["ranks"][group] if signs.get(each, NOTHING)["last"] is not None]
+                away = {each for each in members if signs[each]["last"].get(group, 0) < first}
+                missing.setdefault(rank, set()).update(away)
+        awaited = set[int]().union(*missing.values())
+        busy = [rank for rank in signs if not signs[rank]["waits"]]
+        free = [rank for rank in busy if not missing.get(rank)]
+        for found in ([r for r in free if r in awaited], [r for r in busy if r in awaited], free):
+            if found:
+                least = min(signs[rank]["number"] for rank in found)
+                return sorted(rank for rank in found if signs[rank]["number"] == least)
+        return []
 
     def place(self, rank: int) -> str:
         at = self._signs[rank].said["at"]
         return f" ({at})" if at else ""
+
+    def places(self) -> str:
+        """Describe where all ranks stand, those at one place together."""
+        at: dict[str, list[int]] = {}
+        for rank in sorted(self._signs):
+            at.setdefault(f"{self._signs[rank].said['what']}{self.place(rank)}", []).append(rank)
+        words = [f"{self.named(ranks)} in {where}" for where, ranks in list(at.items())[:4]]
+        return "; ".join([*words, f"and {len(at) - 4} other places"] if len(at) > 4 else words)
 
     def named(self, ranks: list[int]) -> str:
         words = [f"rank {rank} ({self._signs[rank].said['host'] or 'host unknown'})" for rank in sorted(ranks)[:4]]
@@ -257,19 +249,33 @@ class Watch:
         if self._thread is not None:
             self._thread.join(timeout=self.interval)
 
+    def sign(self, now: float) -> dict[str, Any]:
+        """Return this rank's sign of life. Collectives are counted only when something lasts long, because it takes
+        some milliseconds; a rank that enters new ones gets on."""
+        number, what, since = self._what
+        place, began = standing(self._main), max(since, self._moved)
+        said = NOTHING | {"number": number, "what": what, "at": str(place), "waits": bool(place.call)}
+        if self._doubt or now - began > self.patience / 4:
+            counted = entered()
+            if self._last not in (None, counted.last):
+                self._moved = began = now
+            self._last = counted.last
+            said |= vars(counted)
+        return said | {"beat": self._beats, "host": socket.gethostname(), "since": now - began}
+
     def _run(self) -> None:
         assert self.store is not None
-        host, verdict = socket.gethostname(), ""
+        verdict = ""
         while not verdict and not self._stop.wait(self.interval if self._beats else 0):
-            number, what, since = self._what
             self._beats += 1
-            sign = {"beat": self._beats, "number": number, "what": what, "host": host, "at": standing(self._main)}
             try:
-                self.store.set(str(self.rank), json.dumps(sign | {"since": time.monotonic() - since}))
+                self._doubt = self._doubt or bool(self.store.check(["doubt"]))
+                self.store.set(str(self.rank), json.dumps(self.sign(time.monotonic())))
                 verdict = self.verdict(time.monotonic())
                 if verdict and self.rank == 0:
                     self.store.compare_set("verdict", "", verdict)
             except RuntimeError:
+                what = self._what[1]
                 verdict = f"the store of the processes is gone, and with it rank 0 or torchrun on its node ({what})"
         # give ranks time to fail by themselves, and the others time to read rank 0's verdict
         if verdict and not self._stop.wait(2 * self.interval):
