@@ -40,7 +40,7 @@ MESHES = {
 COLLECTIVES = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "batch_isend_irecv")
 PHASES = (
     "start", "data", "forward", "backward", "optimizer", "log", "checkpoint", "later", "validation", "export",
-    *(f"collective {number}" for number in (1, 4, 9)),
+    *(f"collective_{number}" for number in (1, 4, 9)),
 )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ class Fault:
 
             stack.enter_context(mock.patch.object(Decoder, "forward", hooked))
         if self.phase.startswith("collective"):
-            at = int(self.phase.split()[1])
+            at = int(self.phase.split("_")[1])
 
             def due() -> bool:
                 self.calls += there()
@@ -203,7 +203,7 @@ def main() -> int:
             world, more = MESHES[mesh]
             cases = [(phase, victim) for phase in options.phases for victim in range(world)]
             for phase, victim in chance.sample(cases, options.each) if options.each else cases:
-                output = place / f"{mesh}-{phase}-{victim}".replace(" ", "-")
+                output = place / f"{mesh}-{phase}-{victim}"
                 every = ["steps=3", "checkpoint.every=2", "valid_every=2", "micro_batch=2"]
                 later = phase in ("later", "export")
                 every += [f"checkpoint.asynchronous={str(phase == 'later').lower()}"]
@@ -212,7 +212,7 @@ def main() -> int:
                     words = [word.replace("checkpoint.every=2", "checkpoint.every=1") for word in words]
                 verdict, sentence = tried(place, mesh, phase, victim, words, world)
                 counts[verdict] += 1
-                table.setdefault(phase.split()[0], Counter())[verdict] += 1
+                table.setdefault(phase.partition("_")[0], Counter())[verdict] += 1
                 print(f"{mesh:7} {phase:13} rank {victim}: {verdict:8} {sentence}", flush=True)
     for phase, found in table.items():
         print(f"{phase:12} " + ", ".join(f"{count} {verdict}" for verdict, count in found.items()))

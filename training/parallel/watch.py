@@ -118,7 +118,7 @@ class Watch:
     interval: float = INTERVAL
     end: Callable[[str], None] = leave
     _what: tuple[int, str, float] = (0, "the start", 0.0)  # number, words, start time
-    _task: str = ""
+    _task: str = "the start"
     _main: int = 0  # the main thread
     _beats: int = 0
     _doubt: bool = False  # whether a rank got an error that means that another rank is missing
