@@ -98,7 +98,7 @@ class Fault:
             patch(Metrics, "log", there)
         if self.phase == "checkpoint":
             patch(storage, "write_shard", there)
-        if self.phase == "later":  # the others go on while their thread writes
+        if self.phase == "later":  # the others continue while their thread writes
             patch(storage, "write_shard", lambda: True)
         if self.phase == "validation":
             patch(step, "nll", lambda: there() and not torch.is_grad_enabled())

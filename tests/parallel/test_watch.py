@@ -10,10 +10,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,9 +26,10 @@ from ranks import forked
 
 from training.dispatch.alltoall import exchange
 from training.observe.profiling import Phases
-from training.parallel.processes import processes
-from training.parallel.standing import standing
-from training.parallel.watch import SILENCE, Watch, guarded
+from training.parallel import watch as watch_module
+from training.parallel.processes import PATIENCE, processes
+from training.parallel.standing import Entered, standing
+from training.parallel.watch import NOTHING, SILENCE, Watch, guarded
 
 
 def loop(rank: int, port: int, victim: int, how: str, folder: str) -> None:
@@ -35,10 +39,17 @@ def loop(rank: int, port: int, victim: int, how: str, folder: str) -> None:
     torch.set_num_threads(1)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "RANK": str(rank)}
     os.environ.update(place | {"GLOO_SOCKET_IFNAME": "lo"})
-    patience = timedelta(seconds=4 if how in ("late", "stuck") else 60)
+    patience = timedelta(seconds=60 if how in ("killed", "error", "none") else 4)
     phases = Phases(torch.device("cpu"))
     recorded = Path(folder, "run") if how == "stuck" else None
-    with processes("cpu"), guarded(patience, interval=0.2, folder=recorded) as watch:
+    waits = timedelta(seconds=1) if how == "closing" else PATIENCE
+    with (
+        processes("cpu", waits),
+        guarded(patience, interval=0.2, folder=recorded) as watch,
+        closing(3 if rank == 0 and how == "closing" else 0),
+        ThreadPoolExecutor(1) as saver,
+    ):
+        pair = dist.new_group([0, 1])
         phases.tell = watch.enter
         for step in range(1, 1000):
             watch.doing(f"step {step}")
@@ -53,9 +64,33 @@ def loop(rank: int, port: int, victim: int, how: str, folder: str) -> None:
             if step == 20 and how == "none":
                 break
             with phases("forward"):
-                if step == 5 and rank == victim and how == "stuck":
+                if step == 5 and rank == victim and how in ("stuck", "group", "closing"):
                     time.sleep(1000)
-                dist.all_reduce(torch.ones(10))
+                if how == "thread":
+                    saver.submit(save, step == 5 and rank == victim).result()
+                elif how != "group":
+                    dist.all_reduce(torch.ones(10))
+                elif rank < 2:
+                    dist.all_reduce(torch.ones(10), group=pair)
+            with phases("backward"):
+                if how == "group":
+                    dist.all_reduce(torch.ones(10))
+
+
+def save(hangs: bool) -> None:
+    """Do what the thread of an asynchronous checkpoint does."""
+    if hangs:
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(10))
+
+
+@contextmanager
+def closing(seconds: float) -> Iterator[None]:
+    """Close something that takes time, after an error too."""
+    try:
+        yield
+    finally:
+        time.sleep(seconds)
 
 
 def start(victim: int, how: str, folder: Path) -> list[BaseProcess]:
@@ -87,6 +122,24 @@ def start(victim: int, how: str, folder: Path) -> list[BaseProcess]:
             r"the forward of step 5 \(at loop, tests/.*:\d+, for all_reduce\); this run ends; the last collectives of "
             r"each rank are in .*/run/collectives-rank-\*\.json",
         ),
+        (
+            1,
+            "group",  # rank 0 waits for it in a smaller group, and rank 2 for both
+            r"training: rank 1 \([^)]*\) is late, \d+ s in the forward of step 5 \(at loop, tests/[^)]*\) while others wait "
+            r"in the backward of step 5 \(at loop, tests/.*:\d+, for all_reduce\)",
+        ),
+        (
+            1,
+            "thread",  # its main thread waits as the others' do, but theirs wait for a thread that is in a collective
+            r"training: rank 1 \([^)]*\) is late, \d+ s in the forward of step 5 \(at loop, tests/[^)]*\) while others wait "
+            r"in the forward of step 5 \(at save, tests/.*:\d+, for all_reduce\)",
+        ),
+        (
+            2,
+            "closing",  # the others' collective has timed out, and one of them closes its files
+            r"training: rank 2 \([^)]*\) is late, \d+ s in the forward of step 5 \(at loop, tests/[^)]*\) while others wait "
+            r"in the forward of step 5 \(at loop, tests/.*:\d+, for all_reduce\)",
+        ),
         (1, "error", r"rank 1 failed in the data of step 5 \(ValueError: the disk is full\); this run ends"),
     ],
 )
@@ -100,7 +153,7 @@ def test_the_others_end_in_time_and_name_the_rank(victim: int, how: str, want: s
                 time.sleep(0.05)
             os.kill(ranks[victim].pid or 0, signal.SIGKILL)
         for index, rank in enumerate(ranks):
-            if index != victim or how == "stuck":
+            if index != victim or how in ("stuck", "group", "thread", "closing"):
                 rank.join(max(deadline - time.monotonic(), 0))
                 assert rank.exitcode not in (0, None), f"rank {index} goes on"
                 said = (tmp_path / str(index)).read_text()
@@ -114,6 +167,54 @@ def test_the_others_end_in_time_and_name_the_rank(victim: int, how: str, want: s
         for rank in ranks:
             rank.kill()
             rank.join()
+
+
+SIGN = NOTHING | {"beat": 1, "number": 7, "what": "step 3", "host": "here", "since": 9.0, "last": {}}
+
+
+def said_of(*signs: dict[str, Any]) -> str:
+    """Return rank 0's verdict on these signs, after a patience of eight seconds."""
+    store = dist.HashStore()
+    for rank, sign in enumerate(signs):
+        store.set(str(rank), json.dumps(SIGN | sign))
+    return Watch(0, len(signs), store, patience=8.0).verdict(0.0)
+
+
+def test_a_collective_that_one_rank_has_not_entered_names_it_though_no_host_waits() -> None:
+    """On a GPU the hosts go on to where they need a result, and only the counts show who is missing."""
+    there = {"at": "at log, a.py:1", "last": {"dp": 5}, "open": {"dp": 5}, "ranks": {"dp": [0, 1, 2]}}
+    said = said_of(there, {"at": "at log, a.py:1", "last": {"dp": 4}}, there)
+    assert said.startswith("rank 1 (here) is late, 9 s in step 3 (at log, a.py:1) while others wait in step 3")
+
+
+def test_a_rank_that_waits_for_another_one_is_not_late() -> None:
+    """Rank 1 has not entered what rank 0 waits in, because it waits for rank 2 in another group."""
+    first = {"waits": True, "last": {"a": 5}, "open": {"a": 5}, "ranks": {"a": [0, 1]}}
+    second = {"waits": True, "last": {"a": 4, "b": 3}, "open": {"b": 3}, "ranks": {"b": [1, 2]}}
+    assert said_of(first, second, {"last": {"b": 2}}).startswith("rank 2 (here) is late")
+
+
+def test_ranks_that_wait_for_each_other_are_not_blamed() -> None:
+    first = {"at": "at f, a.py:1, for all_reduce", "waits": True, "last": {"a": 5, "b": 2}, "open": {"a": 5}}
+    second = {"at": "at g, a.py:2, for all_gather", "waits": True, "last": {"a": 4, "b": 3}, "open": {"b": 3}}
+    ranks = {"ranks": {"a": [0, 1], "b": [0, 1]}}
+    said = said_of(first | ranks, second | ranks)
+    assert said.startswith("no rank came on for 9 s, and no rank can be blamed") and "late" not in said
+    assert "rank 0 (here) in step 3 (at f, a.py:1, for all_reduce); rank 1 (here) in step 3 (at g, a.py:2" in said
+
+
+def test_ranks_of_which_none_waits_are_all_named() -> None:
+    said = said_of({"at": "at f, a.py:1"}, {"at": "at f, a.py:1"}, {"at": "at g, a.py:9"})
+    assert said.startswith(
+        "no rank came out of step 3 in 9 s: rank 0 (here) and rank 1 (here) in step 3 (at f, a.py:1)"
+    )
+    assert said.endswith("; rank 2 (here) in step 3 (at g, a.py:9)")
+
+
+def test_a_rank_that_enters_new_collectives_gets_on() -> None:
+    watch = Watch(0, 2, dist.HashStore(), patience=8.0, _what=(7, "the validation of step 3", 0.0))
+    with mock.patch.object(watch_module, "entered", side_effect=[Entered({"dp": n}) for n in (4, 4, 5)]):
+        assert [watch.sign(now)["since"] for now in (1.0, 50.0, 60.0, 70.0, 71.0)] == [1.0, 50.0, 60.0, 0.0, 1.0]
 
 
 def test_nobody_is_blamed_for_ending_well(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 has entered.
 
 watch.py sends the answers to rank 0, which judges from all ranks' answers who keeps the others waiting. Host stacks
-suffice for gloo, whose collectives block their caller. NCCL's run on the device, so torch's flight recorder counts them.
+suffice for gloo, whose collectives block their caller. NCCL's run on the device, so torch's flight recorder counts
+them.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def means_peer(error: BaseException) -> bool:
 def handled(thread: int) -> BaseException | None:
     """Return the exception that a thread is handling, for instance while it closes what it had opened."""
     found: Any = sys._current_exceptions().get(thread)
-    return found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+    return error
 
 
 def outwards(frame: FrameType | None) -> Iterable[tuple[FrameType, int]]:
@@ -145,7 +147,7 @@ def count(found: Entered, names: dict[str, str], entry: Mapping[str, Any]) -> No
     """Count a flight recorder's entry. `names`: keys of groups by torch's name."""
     name, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
     if name not in names:
-        ranks = sorted(dist.get_process_group_ranks(c10d._resolve_process_group(name)))
+        ranks = sorted(dist.get_process_group_ranks(c10d._resolve_process_group(name)))  # type: ignore[arg-type]
         names[name] = f"{name} of {ranks}"  # groups of other ranks may have the same name
         found.ranks[names[name]] = ranks
     group = names[name]

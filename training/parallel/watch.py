@@ -181,8 +181,7 @@ class Watch:
         return f"{self.named(dead)} died or froze, in {self._signs[dead[0]].said['what']}" if dead else ""
 
     def late(self, seconds: float) -> str:
-        """Return a sentence that names the ranks that keep the others waiting, or that says that no rank can be named.
-        """
+        """Return a sentence that names the ranks that keep the others waiting, or says that no rank can be named."""
         late = self.culprits()
         if not late:
             return (
@@ -193,18 +192,18 @@ class Watch:
         if not waiting:
             return f"no rank came out of {self._signs[late[0]].said['what']} in {seconds:.0f} s: {self.places()}"
         ahead = max(waiting, key=lambda rank: (self._signs[rank].said["waits"], self._signs[rank].said["number"]))
-        said = self._signs[late[0]].said
+        said, verb = self._signs[late[0]].said, "is" if len(late) == 1 else "are"
         return (
-            f"{self.named(late)} {'is' if len(late) == 1 else 'are'} late, {float(said['since']):.0f} s in {said['what']}{self.place(late[0])} while "
-            f"others wait in {self._signs[ahead].said['what']}{self.place(ahead)}"
+            f"{self.named(late)} {verb} late, {said['since']:.0f} s in {said['what']}{self.place(late[0])} while others "
+            f"wait in {self._signs[ahead].said['what']}{self.place(ahead)}"
         )
 
     def culprits(self) -> list[int]:
         """Return the ranks that keep the others waiting; none if the signs do not show which.
 
         A rank is innocent if it waits: if its host stands in a collective, or if a member of its group has not entered
-        a collective that it has entered. Of the other ranks, those are late that a collective waits for, or else those
-        that have come least far."""
+        a collective that it has entered. The other ranks are late if a collective waits for one of them, or else if
+        they have come least far."""
         signs = {rank: sign.said for rank, sign in self._signs.items()}
         missing: dict[int, set[int]] = {}  # rank -> the ranks that a collective of its own waits for
         for rank, said in signs.items():
