@@ -192,9 +192,9 @@ class Watch:
         if not waiting:
             return f"no rank came out of {self._signs[late[0]].said['what']} in {seconds:.0f} s: {self.places()}"
         ahead = max(waiting, key=lambda rank: (self._signs[rank].said["waits"], self._signs[rank].said["number"]))
-        said, verb = self._signs[late[0]].said, "is" if len(late) == 1 else "are"
+        one, verb = self._signs[late[0]].said, "is" if len(late) == 1 else "are"
         return (
-            f"{self.named(late)} {verb} late, {said['since']:.0f} s in {said['what']}{self.place(late[0])} while others "
+            f"{self.named(late)} {verb} late, {one['since']:.0f} s in {one['what']}{self.place(late[0])} while others "
             f"wait in {self._signs[ahead].said['what']}{self.place(ahead)}"
         )
 
