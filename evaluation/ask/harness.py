@@ -121,16 +121,7 @@ class UpcycleLM(DecoderLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Return the facts about the model that lm-eval writes into its results (`config`)."""
-        about = self.about
-        return {
-            "model_num_parameters": about.parameters,
-            "model_active_parameters": about.active,
-            "model_dtype": about.dtype,
-            "model_type": about.kind,
-            "model_sha": about.fingerprint,
-            "model_identity": about.identity,
-            "model_step": about.step,
-        }
+        return load.described(self.about)
 
 
 def check_ranks(mesh: MeshConfig, ranks: int) -> None:

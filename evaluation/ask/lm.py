@@ -16,6 +16,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from evaluation.ask import load
 from evaluation.ask.engine import Engine, Score
 from evaluation.ask.packing import Ids
 from evaluation.ask.remember import Remembered, key
@@ -114,14 +115,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         unique = list(dict.fromkeys(texts))
         for bare in (False, True):
             part = [t for t in unique if bare == (special is False or (special is None and t.startswith(prefix)))]
-            if part and self.tokenizer.is_fast:
-                backend = self.tokenizer.backend_tokenizer
-                backend.no_truncation()
-                backend.no_padding()
-                encoded = backend.encode_batch_fast(part, add_special_tokens=not bare)
-                found |= {text: each.ids for text, each in zip(part, encoded, strict=True)}
-            elif part:
-                found |= dict(zip(part, self.tokenizer(part, add_special_tokens=not bare)["input_ids"], strict=True))
+            found |= load.encoded(self.tokenizer, part, special=not bare)
         return found
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:

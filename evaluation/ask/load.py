@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -47,6 +48,19 @@ class Loaded:
     about: Model
     tokenizer: Any
     stops: tuple[int, ...]  # end-of-text tokens of generation_config.json
+
+
+def described(about: Model) -> dict[str, Any]:
+    """Return the facts about a model that lm-eval writes into its results (`config`)."""
+    return {
+        "model_num_parameters": about.parameters,
+        "model_active_parameters": about.active,
+        "model_dtype": about.dtype,
+        "model_type": about.kind,
+        "model_sha": about.fingerprint,
+        "model_identity": about.identity,
+        "model_step": about.step,
+    }
 
 
 def opened(
@@ -127,6 +141,19 @@ def load_tokenizer(source: str, origin: Origin, given: str) -> Any:
         text.load_tokenizer(folder)  # refuse files that would crash transformers
     with text.explained(folder):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def encoded(tokenizer: Any, texts: Sequence[str], *, special: bool) -> dict[str, list[int]]:
+    """Return the tokens of each text, made on all processors; `special`: with the tokens that begin or end a text."""
+    if not texts:
+        return {}
+    if not tokenizer.is_fast:
+        return dict(zip(texts, tokenizer(list(texts), add_special_tokens=special)["input_ids"], strict=True))
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    found = backend.encode_batch_fast(list(texts), add_special_tokens=special)
+    return {text: each.ids for text, each in zip(texts, found, strict=True)}
 
 
 def end_tokens(origin: Origin) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +105,36 @@ def wilson(right: float, items: float, z: float = NORMAL) -> tuple[float, float]
     middle = (right + z * z / 2) / (items + z * z)
     reach = z / (items + z * z) * math.sqrt(right * (items - right) / items + z * z / 4)
     return 0.0 if right == 0 else middle - reach, 1.0 if right == items else middle + reach
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Hold sum / sum of units, with its standard error and 95 % interval over clusters."""
+
+    value: float
+    items: int
+    clusters: int
+    error: float | None = None  # None with fewer than LEAST clusters, like the interval
+    low: float | None = None
+    high: float | None = None
+
+
+def figure(sum_N: Array, unit_N: Array, cluster_N: Sequence[str]) -> Figure:
+    """Return sum / sum of units of items in clusters. A share of right answers has Wilson's interval, for as many
+    independent items as the clusters are worth; any other figure has the interval of the jackknife."""
+    sums_C3 = sums(np.stack([sum_N, unit_N, np.ones(len(sum_N))], 1), cluster_N)
+    total, count = sums_C3.sum(0), len(sums_C3)
+    value = float(total[0] / total[1])
+    if count < LEAST:
+        return Figure(value, len(sum_N), count)
+    rest_C3 = total - sums_C3
+    without_C = rest_C3[:, 0] / rest_C3[:, 1]
+    error = math.sqrt((count - 1) / count * float(((without_C - without_C.mean()) ** 2).sum()))
+    if (unit_N == 1).all() and is_right(sum_N):
+        items, z = weighed(sums_C3[:, 0], sums_C3[:, 2], float((sum_N**2).sum()))
+        return Figure(value, len(sum_N), count, error, *wilson(value * items, items, z))
+    reach = student(min(count - 1, MANY)) * error
+    return Figure(value, len(sum_N), count, error, value - reach, value + reach)
 
 
 # ---- bootstrap of one figure

@@ -26,9 +26,11 @@ RATIOS: dict[str, Callable[[Any], Any]] = {
     "weighted_perplexity": lambda mean: np.exp(-mean),
     "bits_per_byte": lambda mean: -mean / math.log(2),
     "mean_of_all": lambda mean: mean,
+    "sum_per_unit": lambda mean: mean,
 }
-WITH_UNITS = ("weighted_perplexity", "bits_per_byte")
+WITH_UNITS = ("weighted_perplexity", "bits_per_byte", "sum_per_unit")
 OF_ALL = "mean_of_all"  # not lm-eval's: items have several parts that weigh the same (IFEval's instructions)
+PER_UNIT = "sum_per_unit"  # not lm-eval's: nats a token of texts (evaluation/facts)
 OWN = ""  # stands for a function that only the task has
 DRAWS = 1000
 FEW_DRAWS = 100  # draws; lm-eval takes the same number for metrics that read every text again
@@ -115,6 +117,8 @@ def aggregate(name: str, scores: Sequence[Raw]) -> float:
     try:
         if name == OF_ALL:
             return float(sum(map(sum, scores)) / sum(map(len, scores)))
+        if name == PER_UNIT:
+            return float(sum(value for value, _ in scores) / sum(unit for _, unit in scores))
         if name == "mean":  # import only this module of lm-eval
             return float(sum(scores) / len(scores))
         from lm_eval.api.registry import get_aggregation

@@ -161,6 +161,8 @@ def understood(command: str) -> str:
     from benchmarks import converting, evaluation
     from evaluation.ask.run import read_config as read_evaluation
     from evaluation.chat import read_config as read_chat
+    from evaluation.facts.results import ScoreConfig
+    from evaluation.facts.suite import WriteConfig
     from evaluation.studies.plan import read_study
     from examples import demo
     from training.config.reading import read_config
@@ -196,6 +198,9 @@ def understood(command: str) -> str:
         read_chat(words)
     elif name == "study":
         read_study(file, keys)
+    elif name == "facts":
+        verb, *words = words
+        cli.named(WriteConfig, words) if verb == "write" else cli.named(ScoreConfig, words, "model")
     elif name == "benchmarks.evaluation":
         read(evaluation.BenchConfig, "", [f"checkpoint={file}", *keys])
     elif name == "benchmarks.converting":

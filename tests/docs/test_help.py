@@ -29,6 +29,8 @@ MORE = {
     "train my.yaml": SMALL,
     "architecture=./moe/config.json": ["data.sequence=32", "batch=2", "steps=1", "warmup=0"],
     "upcycle eval": ["device=cpu"],
+    "facts write": ["asked=3"],
+    "facts score": ["device=cpu"],
     "upcycle chat": ["device=cpu", "tokens=4", "prompt=the cat"],
     "benchmarks.evaluation ./llama": ["device=cpu", "batch_sizes=[2]"],
     "profile=10-12": ["batch=1"],
@@ -49,6 +51,7 @@ MADE = {
     "moe-trained": "cp moe",
     "runs/dense": "upcycle train model.source=./llama data.train=[runs/data] data.valid=[runs/valid] output=runs/dense",
     "runs/moe": "upcycle train my.yaml export=",
+    "facts": "upcycle facts write output=facts people=100 places=0 events=0",
     "runs/eval/dense": "upcycle eval tiny runs/dense output=runs/eval/dense limit=2",
     "runs/eval/moe": "upcycle eval tiny runs/moe output=runs/eval/moe limit=2",
 }

@@ -22,6 +22,8 @@ from evaluation.ask.run import RunConfig
 from evaluation.chat import ChatConfig
 from evaluation.cli.compare import CompareConfig
 from evaluation.cli.report import ReportConfig
+from evaluation.facts.results import ScoreConfig
+from evaluation.facts.suite import WriteConfig
 from evaluation.judge.experts.routing import RoutingConfig
 from evaluation.studies.plan import StudyConfig
 from evaluation.studies.sample import SampleConfig
@@ -67,6 +69,8 @@ TABLES: list[tuple[str, str, type[Any]]] = [
     ("python -m evaluation lm-eval", "For `--model upcycle --model_args key=value,key=value`.", harness.ModelConfig),
     ("upcycle chat", "", ChatConfig),
     ("upcycle compare", "", CompareConfig),
+    ("upcycle facts write", "", WriteConfig),
+    ("upcycle facts score", "", ScoreConfig),
     ("upcycle routing", "", RoutingConfig),
     ("upcycle report", "", ReportConfig),
     ("upcycle study", "An arm has the keys of training.", StudyConfig),
