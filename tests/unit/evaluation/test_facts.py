@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -125,7 +126,7 @@ def test_no_name_or_value_is_the_beginning_of_another(seed: int) -> None:
     for values in (names, *made.pools.made.values(), *world.lists().values()):
         ordered = sorted(values)
         assert len(set(ordered)) == len(ordered)
-        assert not [pair for pair in zip(ordered, ordered[1:], strict=False) if pair[1].startswith(pair[0])]
+        assert not [pair for pair in itertools.pairwise(ordered) if pair[1].startswith(pair[0])]
     for entity in made.entities:
         assert len(list(made.questions(entity, "told"))) == 5
     assert all(job[0] not in "aeiou" for job in world.lists()["jobs"])
