@@ -98,14 +98,18 @@ def start_token(tokenizer: Any) -> int:
 
 
 def scored(engine: Engine, pairs: Sequence[tuple[Ids, Ids]], length: int) -> list[Score]:
-    """Return the log-probability of each continuation, and whether greedy decoding would write it."""
+    """Return the log-probability of each continuation, and whether greedy decoding would write it.
+
+    The model reads `length` tokens; a longer context loses its beginning.
+    """
+    inputs = []
     for context, continuation in pairs:
-        if not len(continuation) or len(context) + len(continuation) - 1 > length:
+        if not 1 <= len(continuation) <= length:
             raise ValueError(
-                f"a question or a document has {len(context)} and {len(continuation)} tokens, and the model reads 1 to "
-                f"{length}; write the suite with shorter documents"
+                f"an answer has {len(continuation)} tokens, and the model reads 1 to {length}; leave the question out"
             )
+        inputs.append((context[-(length + 1 - len(continuation)) :], continuation))
     found: dict[int, Score] = {}
     with engine.open():
-        engine.score(pairs, found.update)
-    return [found[number] for number in range(len(pairs))]
+        engine.score(inputs, found.update)
+    return [found[number] for number in range(len(inputs))]

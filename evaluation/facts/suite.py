@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypedDict
 
+from evaluation.facts import cloze
 from evaluation.facts.world import SORTS, Question, known_questions, made
 from upcycle.config.values import at_least, check_values, seed
 from upcycle.io import strict
@@ -24,24 +25,27 @@ from upcycle.io.disk import make_folder, sha256, write_atomic, write_blocks
 TRAIN, TOLD, UNTOLD, QUESTIONS = "train.jsonl", "told.jsonl", "untold.jsonl", "questions.jsonl"
 FILES = (TRAIN, TOLD, UNTOLD, QUESTIONS)
 ABOUT = "suite.json"
-FORMAT = 1  # raise it with any change that makes other files from the same settings
+FORMAT = 2  # raise it with any change that makes other files from the same settings
 BLOCK = 1 << 20  # characters that are written at once
 
 
 @dataclass(frozen=True)
 class WriteConfig:
     output: str = ""  # the folder to make
+    # a folder, file or pattern of your own documents: ask about them, and make no people, places and events
+    documents: str = ""
     people: int = 1000  # people that training documents are about
     places: int = 500  # the same for places
     events: int = 500  # the same for events
-    documents: int = 16  # training documents of each of them
-    asked: int = 500  # entities of each sort that questions are about, told and untold, at most
-    seed: int = 0  # names, facts, wordings and orders follow from it
+    tellings: int = 16  # training documents that tell the facts of each of them
+    # entities of each sort that questions are about, told and untold, at most; the same for documents
+    asked: int = 500
+    seed: int = 0  # names, facts, wordings and orders follow from it; of documents, those that are held out
 
     def __post_init__(self) -> None:
         check_values(
             self, "",
-            {"people places events": at_least(0, most=100_000), "documents": at_least(1, most=1000),
+            {"people places events": at_least(0, most=100_000), "tellings": at_least(1, most=1000),
              "asked": at_least(1, most=100_000), "seed": seed()},
         )  # fmt: skip
         if not self.output:
@@ -52,7 +56,8 @@ class WriteConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """Return the values that decide the content of the files."""
-        return {"format": FORMAT, **{key: value for key, value in asdict(self).items() if key != "output"}}
+        found = {"format": FORMAT, **{key: value for key, value in asdict(self).items() if key != "output"}}
+        return found | {"sources": cloze.sources(self.documents)} if self.documents else found
 
 
 class Text(TypedDict):
@@ -83,9 +88,9 @@ def write(config: WriteConfig) -> About:
     folder = Path(config.output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         return written_before(folder, config.settings)
+    files, counts = content(config), {}  # before the folder is made, because documents may be unfit
     make_folder(folder)
-    counts = {}
-    for name, rows in content(config).items():
+    for name, rows in files.items():
         counts[name] = write_rows(folder / name, rows)
     about: About = {
         "kind": "facts",
@@ -114,6 +119,14 @@ def written_before(folder: Path, settings: Mapping[str, Any]) -> About:
 
 def content(config: WriteConfig) -> dict[str, Iterable[Mapping[str, Any]]]:
     """Return the rows of each file."""
+    if config.documents:
+        train, *texts_of, asks = cloze.content(config.documents, config.asked, config.seed)
+        return {
+            TRAIN: train,
+            TOLD: texts_of[0],
+            UNTOLD: texts_of[1],
+            QUESTIONS: map(asdict, [*asks, *known_questions()]),
+        }
     told = {sort: getattr(config, sort) for sort in SORTS}
     world = made(config.seed, told, {sort: min(number, config.asked) for sort, number in told.items()})
     groups = {name: [e for e in world.entities if e.told == (name == "told")] for name in ("told", "untold")}
@@ -128,7 +141,7 @@ def content(config: WriteConfig) -> dict[str, Iterable[Mapping[str, Any]]]:
     }
     questions = [q for name, group in asked.items() for entity in group for q in world.questions(entity, name)]
     return {
-        TRAIN: ({"text": text} for text in world.documents(config.documents)),
+        TRAIN: ({"text": text} for text in world.training(config.tellings)),
         TOLD: texts["told"],
         UNTOLD: texts["untold"],
         QUESTIONS: map(asdict, [*questions, *known_questions()]),

@@ -13,9 +13,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 from pathlib import Path
 from random import Random
 from typing import TypedDict
+from zlib import crc32
 
 from upcycle.io import strict
 
@@ -195,7 +197,7 @@ class World:
     entities: tuple[Entity, ...]
     pools: Pools
 
-    def documents(self, number: int) -> Iterator[str]:
+    def training(self, number: int) -> Iterator[str]:
         """Yield training documents: each told entity has `number` of them, with all its facts in random order.
 
         A kind's wordings take turns. The documents of an entity are far apart, because a model that reads several of
@@ -211,9 +213,8 @@ class World:
         """Return a document with all facts of an entity in wordings of a part."""
         said = []
         for kind in draw.sample(kinds(entity.sort), len(entity.facts)):
-            wordings = list(getattr(kind, part))
-            Random(f"{self.seed} {entity.name} {kind.name}").shuffle(wordings)
-            said.append(entity.say(wordings[turn % len(wordings)], kind.name))
+            wordings: tuple[str, ...] = getattr(kind, part)
+            said.append(entity.say(wordings[place(f"{entity.name} {kind.name}", turn, len(wordings))], kind.name))
         return " ".join(said)
 
     def questions(self, entity: Entity, group: str) -> Iterator[Question]:
@@ -223,6 +224,12 @@ class World:
             prompt, answer = entity.say(draw.choice(kind.questions)), entity.facts[kind.name]
             others = self.pools.other_values(kind.values, answer, draw)
             yield Question(group, entity.sort, kind.name, entity.name, prompt, answer, others)
+
+
+def place(key: str, turn: int, count: int) -> int:
+    """Return a number below `count` for each turn; `count` turns have all numbers, in an order that the key decides."""
+    mark, steps = crc32(key.encode()), [step for step in range(1, count + 1) if gcd(step, count) == 1]
+    return (mark + turn * steps[mark // count % len(steps)]) % count
 
 
 def made(seed: int, told: Mapping[str, int], untold: Mapping[str, int]) -> World:

@@ -22,7 +22,7 @@ from evaluation.judge.intervals import LEAST, figure
 from tests.docs.test_journeys import make_model
 from training.model.decoder import Decoder
 
-SMALL = ["people=12", "places=11", "events=10", "documents=13", "asked=5"]
+SMALL = ["people=12", "places=11", "events=10", "tellings=13", "asked=5"]
 
 
 def rows(path: Path) -> list[Any]:
@@ -140,6 +140,67 @@ def test_a_question_that_gives_its_answer_away_is_refused() -> None:
         replace(good, others=(good.answer,))
     with pytest.raises(ValueError, match="no space may end"):
         replace(good, prompt=good.prompt + " ")
+
+
+# ---- a user's own documents
+
+
+def letters(number: int) -> str:
+    return "".join("abcdefghij"[int(digit)] for digit in f"{number:03d}")
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a suite about thirty letters; all end with the same sentence, which tells nothing about one of them."""
+    place = tmp_path_factory.mktemp("own")
+    letter = (
+        "This letter with the mark {0} tells you that the old pump at our mill was mended by Mister Tan{0} for {1} coins on"
+        " {2} May 1904, as we agreed. The bill of the mill was sent by the clerk of the town, who is known as Quentin Voss."
+    )
+    rows = [json.dumps({"text": letter.format(letters(n), 1000 + n, n % 28 + 1)}) for n in range(30)]
+    (place / "letters.jsonl").write_text("\n".join(rows))
+    assert main(["facts", "write", f"output={place / 'suite'}", f"documents={place}/*.jsonl", "asked=20"]) == 0
+    return place
+
+
+def test_documents_are_held_out_and_asked(own: Path) -> None:
+    train, told, untold = ([row["text"] for row in rows(own / "suite" / name)] for name in suite.FILES[:3])
+    assert (len(train), len(told), len(untold)) == (27, 20, 3)
+    assert set(told) < set(train) and not set(untold) & set(train)
+    asked = [row for row in rows(own / "suite" / suite.QUESTIONS) if row["group"] != "known"]
+    assert {row["kind"] for row in asked} == {"date", "number", "name"}
+    assert {row["group"] for row in asked} == {"told", "untold"}
+    by_name = {row["entity"]: row["text"] for name in suite.FILES[1:3] for row in rows(own / "suite" / name)}
+    for row in asked:
+        assert f"{row['prompt']} {row['answer']}" in by_name[row["entity"]]
+        assert len(row["prompt"].split()) >= 8 and row["answer"] not in row["others"]
+        if row["kind"] == "date":
+            assert re.fullmatch(r"\d+ May 1904", row["answer"])
+
+
+def test_a_sentence_that_was_trained_is_not_asked_as_untold(own: Path) -> None:
+    """Planted fault: the last sentence is the same everywhere, so its answer is no news."""
+    asked = rows(own / "suite" / suite.QUESTIONS)
+    assert any(row["answer"] == "Quentin Voss" for row in asked if row["group"] == "told")
+    assert not any(row["answer"] == "Quentin Voss" for row in asked if row["group"] == "untold")
+    train = set(grams([row["text"] for row in rows(own / "suite" / suite.TRAIN)], 8))
+    ends = [[*words(r["prompt"])[-7:], words(r["answer"])[0]] for r in asked if r["group"] == "untold"]
+    assert ends and not {tuple(end) for end in ends} & train
+
+
+def test_changed_documents_are_another_suite(own: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "a.txt").write_text(
+        "\n".join(f"Line {n} of a book, in which nothing ever happens at all." for n in range(300))
+    )
+    command = ["facts", "write", f"output={tmp_path / 'suite'}", f"documents={tmp_path / 'a.txt'}"]
+    assert main(command) == 0 and main(command) == 0
+    with (tmp_path / "a.txt").open("a") as file:
+        file.write("One more.")
+    capsys.readouterr()
+    assert main(command) == 2 and "is a suite with sources=" in capsys.readouterr().err
+    (tmp_path / "b.txt").write_text("Short.")
+    assert main(["facts", "write", f"output={tmp_path / 'b'}", f"documents={tmp_path / 'b.txt'}"]) == 2
+    assert "one must be held out" in capsys.readouterr().err and not (tmp_path / "b").exists()
 
 
 # ---- scores
