@@ -6,14 +6,18 @@ usage: upcycle facts write [key=value ...]
   upcycle facts write output=facts people=100 places=0 events=0
   upcycle prepare tokens/facts tokenizer=./llama sources=[facts/train.jsonl]    # to train on
   upcycle facts score ./moe suite=facts                                         # a folder, or a training run
+  upcycle facts write output=facts-of-book documents=book.txt                   # your own documents
 
 A suite has made-up people, places and events. Training documents tell some of them in wordings that questions and
 held-out documents never have. Three groups are asked: `told`; `untold`, which no training document names, so it shows
 what form and wording alone give; and `known`, real facts that training may make a model forget. Exact match says how
 often greedy decoding writes the answer, and choice how often the answer is likelier than seven others of its kind.
 
-Several suites (people=1000, people=4000, ...) show how many facts a model can hold. `upcycle compare` judges folders of
-scores over seeds.
+With `documents`, one document in ten is held out (untold), and questions end inside the sentences of your documents,
+before a number, a date, a name or a rare word.
+
+Several suites (people=1000, people=4000, ...) show how many facts a model can hold. `upcycle compare BEFORE AFTER`
+shows what was learned and lost, and judges folders of scores over seeds. `upcycle study facts` trains too.
 
 keys, with defaults and meaning: docs/config.md
 """

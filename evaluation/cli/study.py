@@ -4,6 +4,7 @@ usage: upcycle study STUDY [key=value ...]
 
   upcycle study tiny                                     # from nothing, about a minute on a laptop
   upcycle study smollm2 source=./llama data=./tokens workers=2 devices=[0,1]    # a real checkpoint
+  upcycle study facts source=./llama documents=./texts   # what does a model learn from your texts, what does it lose?
   upcycle study tiny judge=true                          # the page of the runs so far
 
 STUDY is a file or the name of a ready one (configs/study). Each arm is a training config: `base` has the keys of all

@@ -91,6 +91,17 @@ def families(found: Sequence[Contrast]) -> Iterator[str]:
         yield f"p is corrected by Holm for {count} comparisons."
 
 
+def suite_lines(judged: Judged) -> Iterator[str]:
+    """Write the scores of the suites before training and after it as Markdown, a column for each arm."""
+    if judged.kept:
+        yield f"| | before | {' | '.join(judged.arms)} |"
+        yield "|---" * (2 + len(judged.arms)) + "|"
+    for task in judged.kept:
+        before = [number(value, task.metric) for value in dict.fromkeys(task.before.values())]
+        after = [number(mean(task.after[arm]), task.metric) if task.after.get(arm) else "" for arm in judged.arms]
+        yield f"| {task.task} ({task.suite}) | {', '.join(before)} | {' | '.join(after)} |"
+
+
 # ---- sections
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from evaluation.judge.seeds import check_margin
+from evaluation.studies.facts import FactsConfig
 from evaluation.studies.sample import SampleConfig
 from training.config.resume import QUIET, flat
 from training.config.schema import TrainConfig
@@ -52,6 +53,10 @@ class StudyConfig:
     title: str = ""  # the page's title; "": the folder's name
     source: str = ""  # the dense checkpoint, a folder or hub id; other keys write it as ${source}
     data: str = ""  # a folder of folders of token shards; other keys write it as ${data}
+    documents: str = ""  # your own documents, which arms learn instead of made-up facts; other keys: ${documents}
+    # keys of `upcycle facts write` and of studies/facts.py; they make OUTPUT/facts and OUTPUT/facts-tokens, and each
+    # model is asked that suite before and after training
+    facts: Any = field(default_factory=dict)
     sample: Any = field(default_factory=dict)  # keys of sample.py, which makes OUTPUT/sample/dense and .../tokens
     base: Any = field(default_factory=dict)  # training keys of all arms; `config` names a ready one to start from
     # name: training keys, and `config`; `match: flops` (or seconds) and `of: ARM` take the steps from another arm
@@ -79,7 +84,9 @@ class StudyConfig:
         for number in self.seeds:
             if not 0 <= number <= SEED:
                 raise ValueError(f"seeds has {number}; each must be from 0 to {SEED:,}")
-        values = {name: getattr(self, name) for name in ("sample", "base", "arms", "means", "primary", "equivalent")}
+        values = {
+            name: getattr(self, name) for name in ("sample", "facts", "base", "arms", "means", "primary", "equivalent")
+        }
         alike = len(set(self.seeds)) < len(self.seeds)
         wrong = {
             "output is not set; write output=FOLDER for the study's runs and its page": not self.output,
@@ -90,11 +97,21 @@ class StudyConfig:
             raise ValueError(said)
         if self.sample:
             sample_config(self)
+        if self.facts:
+            facts_config(self)
+        elif self.documents:
+            raise ValueError(f"documents={self.documents} is set, and this study has no facts; write: study facts")
 
 
 def sample_config(config: StudyConfig) -> SampleConfig:
     """Return the config that makes `sample`."""
     return build(SampleConfig, {**config.sample, "output": str(Path(config.output) / "sample")}, "sample.")
+
+
+def facts_config(config: StudyConfig) -> FactsConfig:
+    """Return the config that makes `facts`."""
+    values = {**config.facts, "output": str(Path(config.output) / "facts"), "documents": config.documents}
+    return build(FactsConfig, values, "facts.")
 
 
 @dataclass(frozen=True)
@@ -162,6 +179,14 @@ class Plan:
 
     def run_folder(self, arm: str, seed: int) -> Path:
         return self.folder / "runs" / arm / f"seed-{seed}"
+
+    def lasting(self, tokens: int) -> Plan:
+        """Return the plan with as many steps as read these tokens, for arms that name no steps."""
+        arms = {}
+        for name, arm in self.arms.items():
+            steps = max(1, round(tokens / tokens_of_step(arm.config)))
+            arms[name] = arm if "steps" in arm.values else replace(arm, values={**arm.values, "steps": steps})
+        return replace(self, arms=arms)
 
     def trial(self, arm: str, seed: int, **more: Any) -> Trial:
         folder, values = self.run_folder(arm, seed), self.arms[arm].values

@@ -21,10 +21,10 @@ from pathlib import Path
 
 from evaluation.judge.compare import plain
 from evaluation.show.page import MARK, rendered
-from evaluation.show.study import page, sentences
-from evaluation.studies import lengths, sample
+from evaluation.show.study import page, sentences, suite_lines
+from evaluation.studies import facts, lengths, sample
 from evaluation.studies.judging import Judged, is_finished, judge
-from evaluation.studies.plan import Plan, Trial, sample_config, trials
+from evaluation.studies.plan import Plan, Trial, facts_config, sample_config, trials
 from evaluation.studies.running import Job, Workers, alone, device, stopping
 from evaluation.studies.suites import Suite, before_folder, starts, suites_of
 from training.observe import metrics
@@ -56,6 +56,8 @@ def prepared(plan: Plan) -> tuple[Workers, list[Job]]:
     suites = suites_of(plan)
     if plan.config.sample:
         make_sample(plan)
+    if plan.config.facts:
+        plan = plan.lasting(facts.make(facts_config(plan.config), plan.config.source))
     costs = lengths.flops(plan)
     lengths.check_inputs(plan)
     every = trials(plan, lengths.steps(plan, costs, timings(plan)))
@@ -159,7 +161,8 @@ def show(plan: Plan, command: str, failures: Mapping[str, str]) -> Judged:
     write_atomic(plan.folder / "study.json", (json.dumps(about | figures, indent=1, allow_nan=False) + "\n").encode())
     html = rendered(page(title, made, judged, texts, tools, failed))
     write_atomic(plan.folder / "study.html", html.encode())
-    print("", *map(printable, about["verdicts"]), "", printable(str(plan.folder / "study.html")), sep="\n", flush=True)
+    said = [*about["verdicts"], "", *suite_lines(judged)]
+    print("", *map(printable, said), "", printable(str(plan.folder / "study.html")), sep="\n", flush=True)
     return judged
 
 

@@ -12,17 +12,18 @@ from typing import Any
 from evaluation.judge import logged, results
 from evaluation.judge.suites import PREFERRED, is_inner
 from evaluation.judge.words import is_share
-from evaluation.studies.plan import Plan
+from evaluation.studies.plan import Plan, facts_config
 
 
 @dataclass(frozen=True)
 class Suite:
     name: str
-    words: tuple[str, ...]  # keys of `upcycle eval`, except the checkpoint and the output
+    begin: tuple[str, ...]  # words of the command before the checkpoint: eval SUITE, or facts score
+    words: tuple[str, ...]  # keys after the checkpoint, except the output
 
     def command(self, checkpoint: str, folder: Path) -> list[str]:
         """Return the command that asks a checkpoint this suite and writes the answers into `folder`/NAME."""
-        return ["upcycle", "eval", self.words[0], checkpoint, *self.words[1:], f"output={folder / self.name}"]
+        return ["upcycle", *self.begin, checkpoint, *self.words, f"output={folder / self.name}"]
 
     def left(self, checkpoint: str, folder: Path) -> list[str] | None:
         """Return the command, or None if its answers exist."""
@@ -43,6 +44,8 @@ class Score:
 
 def suites_of(plan: Plan) -> list[Suite]:
     made = [suite_of(given) for given in plan.config.suites]
+    if plan.config.facts:
+        made.append(Suite("facts", ("facts", "score"), (f"suite={facts_config(plan.config).output}",)))
     names = [suite.name for suite in made]
     if len(set(names)) < len(names):
         raise ValueError(f"suites has two named {max(names, key=names.count)!r}; their answers would be in one folder")
@@ -59,7 +62,7 @@ def suite_of(given: Any) -> Suite:
 
     words = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in keys.items() if k != "suite"]
     read_config([str(keys["suite"]), "the run", *words])
-    return Suite(Path(str(keys["suite"])).stem, (str(keys["suite"]), *words))
+    return Suite(Path(str(keys["suite"])).stem, ("eval", str(keys["suite"])), tuple(words))
 
 
 def starts(plan: Plan) -> dict[str, str]:

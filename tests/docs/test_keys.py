@@ -25,6 +25,7 @@ from evaluation.cli.report import ReportConfig
 from evaluation.facts.results import ScoreConfig
 from evaluation.facts.suite import WriteConfig
 from evaluation.judge.experts.routing import RoutingConfig
+from evaluation.studies.facts import FactsConfig
 from evaluation.studies.plan import StudyConfig
 from evaluation.studies.sample import SampleConfig
 from examples import demo
@@ -74,6 +75,7 @@ TABLES: list[tuple[str, str, type[Any]]] = [
     ("upcycle routing", "", RoutingConfig),
     ("upcycle report", "", ReportConfig),
     ("upcycle study", "An arm has the keys of training.", StudyConfig),
+    ("upcycle study: facts", "In addition to the keys of `upcycle facts write`.", FactsConfig),
     ("upcycle study: sample", "The keys that make OUTPUT/sample.", SampleConfig),
     ("benchmarks.evaluation", "", evaluation_bench.BenchConfig),
     ("examples.demo", "In addition to the keys of a sample.", demo.DemoConfig),

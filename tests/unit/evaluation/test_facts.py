@@ -19,8 +19,15 @@ from evaluation.ask.engine import Engine
 from evaluation.facts import asking, suite, world
 from evaluation.judge import logged
 from evaluation.judge.intervals import LEAST, figure
+from evaluation.studies.judging import judge
+from evaluation.studies.plan import read_study
+from evaluation.studies.study import prepared, show
 from tests.docs.test_journeys import make_model
+from training.config.schema import TrainConfig
+from training.data.shards import read_meta
 from training.model.decoder import Decoder
+from upcycle.config.reading import build
+from upcycle.io import strict
 
 SMALL = ["people=12", "places=11", "events=10", "tellings=13", "asked=5"]
 
@@ -335,3 +342,56 @@ def test_intervals_count_entities_and_not_questions() -> None:
     assert few.error is None and few.low is None
     nats = figure(np.array([30.0, 10.0] * 10), np.array([10.0, 5.0] * 10), [str(n) for n in range(20)])
     assert nats.value == pytest.approx(400 / 150) and nats.low is not None and nats.low < nats.value
+
+
+# ---- a study
+
+
+def test_a_study_of_facts_trains_and_asks_before_and_after(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"source={model}", f"output={tmp_path / 'study'}", "seeds=[0]", "facts.people=12", "facts.asked=3"]
+    small = [
+        "base.batch=4",
+        "base.micro_batch=4",
+        "base.data.sequence=32",
+        "base.model.dtype=float32",
+        "base.device=cpu",
+    ]
+    plan = read_study(
+        "facts", [*given, *small, "facts.tellings=3", "facts.readings=0.5", "arms.slices.model.upcycle.experts=2"]
+    )
+    _, jobs = prepared(plan)
+    tokens = read_meta(tmp_path / "study" / "facts-tokens" / "train")["tokens"]
+    configs = [build(TrainConfig, strict.read_yaml(plan.run_folder(arm, 0).with_suffix(".yaml"))) for arm in plan.arms]
+    assert [config.steps for config in configs] == [round(tokens / 2 / 128)] * 2 and tokens > 1000
+    for job in jobs:  # in this process, which is faster than a process for each command
+        while command := job.left():
+            assert main(command[1:]) == 0, command
+    capsys.readouterr()
+    show(plan, "upcycle study facts", {})
+    printed = capsys.readouterr().out
+    assert "| | before | dense | slices |" in printed and "| told, exact match (facts) |" in printed
+    judged = judge(plan)
+    kept = {task.task: task for task in judged.kept}
+    assert len(kept) == 8 and not kept["told, nats a token"].higher_is_better
+    assert all(kept["told, nats a token"].change[arm].mean < -0.1 for arm in ("dense", "slices"))
+    assert any(c.what == "told, exact match (facts)" and c.arm == "slices" for c in judged.contrasts)
+    # the same commands do nothing twice
+    assert all(job.left() is None for job in prepared(plan)[1])
+
+
+def test_a_study_without_facts_refuses_documents(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="this study has no facts"):
+        read_study("smollm2", ["source=x", f"data={tmp_path}", "documents=x"])
+    with pytest.raises(ValueError, match=r"unknown key 'facts.persons'"):
+        read_study("facts", ["source=x", "facts.persons=3"])
+
+
+def test_the_right_answer_is_the_one_that_counts() -> None:
+    """Planted fault: a score that looks at a wrong alternative."""
+    question = world.known_questions()[0]
+    assert asking.Answered(question, ((-1.0, True), (-2.0, False))).exact
+    assert not asking.Answered(question, ((-1.0, False), (-2.0, True))).exact
+    assert asking.Answered(question, ((-1.0, False), (-2.0, True))).chosen
+    assert not asking.Answered(question, ((-2.0, False), (-2.0, False))).chosen
