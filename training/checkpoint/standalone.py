@@ -210,6 +210,12 @@ def dtype_of(run: Path) -> str:
     return dtype if dtype in COMPUTE else ""
 
 
+def micro_batch_of(run: Path) -> int:
+    """Return a run's micro_batch from its config, or 0."""
+    found = settings_of(run).get("micro_batch")
+    return found if isinstance(found, int) else 0
+
+
 def attach_adapters(model: Decoder, run: Path) -> None:
     """Add the run's adapters to a model on the meta device."""
     lora = settings_of(run).get("lora")  # runs of older versions have none

@@ -35,11 +35,16 @@ def rules(c: Any) -> list[tuple[object, str]]:
     model, pp, stream = c.model, c.mesh.pp, c.data.stream
     te_attention = "attention" in model.transformer_engine
     got = f"mesh.pp={pp}" if pp > 1 else "data.mask_documents=true" if c.data.mask_documents else ""
-    near = largest_divisor(c.batch, c.micro_batch)
+    near = largest_divisor(c.batch, c.micro_batch or 1)
     return [
         (
-            c.batch % c.micro_batch,
+            c.micro_batch and c.batch % c.micro_batch,
             f"micro_batch={c.micro_batch} must divide batch={c.batch}; try micro_batch={near}",
+        ),
+        (
+            not c.micro_batch and pp > 1,
+            f"micro_batch=auto does not go with mesh.pp={pp}, where the number of micro-batches decides how long "
+            "stages wait; write micro_batch=1 or more",
         ),
         (
             c.eval.every and pp > 1,

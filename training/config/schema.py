@@ -153,6 +153,7 @@ class StageConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     ELSEWHERE: ClassVar = OTHER_TOOLS
+    AUTO: ClassVar = ("micro_batch",)  # keys that may be `auto`, which is read as 0
 
     output: str = ""  # the run's folder: checkpoints, metrics.jsonl, run.json, plots.png
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -172,7 +173,7 @@ class TrainConfig:
     # stages one after the other, each with steps or tokens and the keys that differ from the run's; []: one stage
     stages: tuple[Any, ...] = ()
     batch: int = 64  # sequences a step
-    micro_batch: int = 1  # sequences at a time, on each data-parallel rank
+    micro_batch: int = 1  # sequences at a time, on each data-parallel rank; auto: as many as fit, by `upcycle estimate`
     log_every: int = 10  # steps between lines of metrics.jsonl
     valid_every: int = 0  # steps between validations; 0: only before the first and after the last
     profile: str = ""  # steps to trace, such as 10-12: trace-10-12.json.gz, for perfetto
@@ -185,7 +186,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         rules = {
             "steps log_every": at_least(1),
-            "batch micro_batch": at_least(1, most=BATCH),
+            "batch": at_least(1, most=BATCH),
+            "micro_batch": at_least(0, most=BATCH),
             "valid_every": at_least(0),
             "patience": above_zero("it must be a number of minutes above 0", most=MINUTES),
             "seed": seed(),

@@ -16,7 +16,7 @@ from training.config.stages import Stage, stages_of
 from training.estimating import fitting, hardware
 from training.estimating.budget import advised, amount, bill, few
 from training.estimating.mappings import AXES, Timed, data_ranks, mappings, micro_batches, ranked, refused
-from training.estimating.memory import Model, memory
+from training.estimating.memory import Model, memory, sized
 from training.estimating.seconds import RANDOM, Routing, step
 from training.islands import plan as islands
 from training.islands.config import MOST
@@ -288,6 +288,9 @@ def estimate_run(config: TrainConfig, asked: EstimateConfig) -> str:
     if asked.islands:  # the memory is that of one island
         config = replace(config, islands=replace(config.islands, local=0, join=config.islands.join or "server:29600"))
     with source(config) as origin:
+        check(config.mesh, asked.gpus, origin.spec, config.data.sequence)
+        auto, least = not config.micro_batch, 1.0  # without a card nothing is known to fit
+        config = sized(config, origin.spec, asked.gpus, card.memory * 1e9 if card else least)
         stages = stages_of(config)
         for stage in stages:
             check(config.mesh, asked.gpus, origin.spec, stage.config.data.sequence)
@@ -298,6 +301,9 @@ def estimate_run(config: TrainConfig, asked: EstimateConfig) -> str:
             with taught_by(asking) as its_origin:
                 teacher = check_teacher(its_origin, origin.spec)
         said = [of_frozen(origin.spec, config)]
+        if auto:
+            why = f"the most that fits {card.memory:g} GB" if card else "the least; hardware=h100 says what fits"
+            said.append(f"micro_batch={config.micro_batch}: {why}")
         if origin.dense.carried is not None:
             if card is not None:
                 raise ValueError(

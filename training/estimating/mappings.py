@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from training.config.schema import TrainConfig
 from training.estimating import hardware
-from training.estimating.memory import Memory, Model, memory
+from training.estimating.memory import SPARE, Memory, Model, memory
 from training.estimating.seconds import Routing, Seconds, step
 from training.model.stock.model import dense_of
 from training.parallel.mesh import MeshConfig, changed_to, in_sizes, problem
@@ -23,7 +23,6 @@ from upcycle.arch.spec import DenseSpec, MoESpec
 
 AXES = ("tp", "cp", "pp", "ep", "etp")  # axes of the search; dp_replicate is tried on the fastest mappings only
 COPIED = 64  # mappings that are also tried with a copy of the model in each node
-SPARE = 3e9  # bytes of a GPU that NCCL, CUDA and the allocator take; no plan counts them
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ from training.run.parts import held_in
 from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
 
 MASTER = 4  # bytes of a float32 weight, and of a summed gradient
+SPARE = 3e9  # bytes of a GPU that NCCL, CUDA and the allocator take; no plan counts them
+CPU_TOKENS = 4096  # of a micro-batch on a CPU, which gains nothing from more
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,26 @@ def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: Mo
 
     `model` must have the same spec and optimiser, and the config's teacher if there is one."""
     return max(by_place(spec, config, world, model), key=lambda memory: memory.total)
+
+
+def sized(config: TrainConfig, spec: DenseSpec | MoESpec, world: int, room: float) -> TrainConfig:
+    """Return the config with a micro_batch: its own, or the largest whose plan fits into `room` bytes of a GPU.
+
+    A `room` of 0 stands for a CPU. If nothing fits, the micro_batch is 1."""
+    if config.micro_batch:
+        return config
+    ranks = world // (config.mesh.tp * config.mesh.cp)
+    most = math.gcd(*(stage.config.batch for stage in stages_of(config))) // ranks
+    for size in sorted((n for n in range(1, most + 1) if most % n == 0), reverse=True):
+        found = replace(config, micro_batch=size)
+        if room:
+            plans = (memory(spec, stage.config, world) for stage in stages_of(found))
+            fits = all(plan.total + SPARE <= room for plan in plans)
+        else:
+            fits = size * config.data.sequence <= CPU_TOKENS
+        if fits:
+            return found
+    return replace(config, micro_batch=1)
 
 
 def by_place(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: Model | None = None) -> list[Memory]:

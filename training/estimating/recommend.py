@@ -20,7 +20,8 @@ from training.estimating import hardware
 from training.estimating.budget import ACCURACY, amount, few
 from training.estimating.estimate import MOST_GPUS
 from training.estimating.law import short
-from training.estimating.mappings import AXES, SPARE, Timed, ranked
+from training.estimating.mappings import AXES, Timed, ranked
+from training.estimating.memory import SPARE
 from training.observe.flops import model_flops
 from training.run.parts import source
 from upcycle.arch.spec import DenseSpec

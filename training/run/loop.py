@@ -17,7 +17,7 @@ def train(config: TrainConfig) -> Path:
 
     Raise Stopped after writing a checkpoint if a signal asks the run to end.
     """
-    preflight(config)
+    config = preflight(config)
     with opened(config) as session:
         session.begin()
         for stage in session.stages_left():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from training.data.mixture import Mixture, same_tokenizer
 from training.data.open import open_training, open_validation
 from training.data.shards import partial_of
 from training.dispatch import capabilities
+from training.estimating.memory import sized
 from training.experts import SPECIFICATION, backend
 from training.model.decoder import Decoder
 from training.model.lora import attach, check_match, is_adapter
@@ -36,6 +38,7 @@ from training.optim.teacher import check_teacher
 from training.parallel.mesh import MeshConfig, check, grids
 from training.parallel.pipeline import check as check_schedule
 from training.parallel.pipeline import cut
+from training.parallel.processes import rank
 from training.run.parts import origin_of, taught_by, whole_on_meta
 from upcycle.arch.siblings import text_of
 from upcycle.arch.spec import DenseSpec, MoESpec
@@ -48,8 +51,8 @@ ISLANDS = "islands"  # folder in a server's folder
 LEFT = re.compile(r"\.lock|secret|memory\.pickle|collectives-rank-\d+\.json|.+\.upcycle\.tmp", re.DOTALL)
 
 
-def preflight(config: TrainConfig) -> None:
-    """Raise a ValueError for the first problem."""
+def preflight(config: TrainConfig) -> TrainConfig:
+    """Return the config with its micro_batch; raise a ValueError for the first problem."""
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for the run's checkpoints and metrics")
     stages = stages_of(config)
@@ -69,6 +72,8 @@ def preflight(config: TrainConfig) -> None:
     step = step_of(saved[0]) if saved else 0
     check_export(config, step)
     with origin_of(config, bool(saved) and standalone.keeps(Path(config.output), config.model)) as origin:
+        config = with_micro_batch(config, origin)
+        stages = stages_of(config)
         check_sizes(stages, origin, begun=bool(saved))
         if isinstance(origin.spec, MoESpec):
             backend(config.model.expert_backend)  # raises if it is not installed
@@ -82,6 +87,24 @@ def preflight(config: TrainConfig) -> None:
         check_data(stages, origin)
         if (suite := suite_of(config)) is not None:
             suite.ready(config.eval, origin)
+    return config
+
+
+def with_micro_batch(config: TrainConfig, origin: Origin) -> TrainConfig:
+    """Return the config with a micro_batch; if it asks for one, use the run's earlier one, or what fits, and say it."""
+    if config.micro_batch:
+        return config
+    begun = standalone.begun(Path(config.output))
+    before, room = (standalone.micro_batch_of(Path(config.output)) if begun else 0), 0
+    ranks = world_size() // (config.mesh.tp * config.mesh.cp)
+    if (config.device or ("cuda" if torch.cuda.is_available() else "cpu")).startswith("cuda"):
+        room = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory
+    kept = before and all(stage.config.batch % (before * ranks) == 0 for stage in stages_of(config))
+    found = replace(config, micro_batch=before) if kept else sized(config, origin.spec, world_size(), room)
+    if rank() == 0:
+        why = "as before" if kept else f"the most that fits {room / 1e9:.0f} GB by plan" if room else "on a CPU"
+        print(f"micro_batch={found.micro_batch}, {why}", file=sys.stderr)
+    return found
 
 
 def check_sizes(stages: tuple[Stage, ...], origin: Origin, *, begun: bool) -> None:

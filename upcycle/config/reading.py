@@ -196,6 +196,9 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
     OmegaConf.set_readonly(schema, False)
     try:
         for key, value in values.items():
+            if value == "auto" and key in getattr(kind, "AUTO", ()):
+                values = {**values, key: 0}
+                continue
             if isinstance(value, int) and abs(value) > FLOAT:
                 raise ValueError(f"{where}{key} has over 300 digits; write a number that a float can hold")
             default = getattr(schema, key)
