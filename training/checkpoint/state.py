@@ -281,8 +281,8 @@ class Checkpoints:
         self.failures = 0  # failures in a row
         self.copies: dict[str, Tensor] = {}  # kept between saves, because pinned memory is slow to allocate
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Save `state` at `step`. The state may change as soon as this returns."""
+    def save(self, step: int, state: TrainState, *, last: bool = False) -> None:
+        """Save `state` at `step`. The state may change as soon as this returns, unless it is the run's `last` one."""
         try:
             self.wait()
         except ValueError as error:
@@ -291,7 +291,8 @@ class Checkpoints:
         live = state.tensors(self.rank)
         parts = {name: local(tensor.detach()) for name, tensor in live.items()}
         self.check_finite(step, parts)
-        self.pending = self.thread.submit(self.write, step, live, self.copy(parts) if self.asynchronous else parts)
+        staged = self.copy(parts) if self.asynchronous and not last else parts
+        self.pending = self.thread.submit(self.write, step, live, staged)
         if not self.asynchronous:
             self.wait()
 

@@ -200,7 +200,7 @@ class Session:
         """Save the run after the log is on disk."""
         self.watch.enter("checkpoint")
         self.metrics.sync()
-        self.checkpoints.save(self.state.step, self.state)
+        self.checkpoints.save(self.state.step, self.state, last=self.state.step == self.config.steps)
         self.saved = self.state.step
 
     def due_measures(self) -> measures.Measures:

@@ -267,6 +267,27 @@ def test_shards_are_safetensors_and_nothing_is_a_pickle(tmp_path: Path) -> None:
     assert manifest["step"] == 4 and manifest["tensors"]["model.b"]["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_a_large_shard_is_several_files_and_each_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool
+) -> None:
+    monkeypatch.setattr(storage, "LARGE", 4)  # bytes
+    monkeypatch.setattr(storage.os, "cpu_count", lambda: 3)
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, small(step), last=last)
+    files = ["shard-00000-1.safetensors", "shard-00000-2.safetensors", "shard-00000.safetensors"]
+    assert names(tmp_path / "step-00000002") == [MANIFEST, *files]
+    assert same(loaded(tmp_path), 2)
+    for file in files:
+        flip(tmp_path / "step-00000002" / file)
+        with Checkpoints(tmp_path) as checkpoints, pytest.warns(UserWarning, match=rf"step-00000002 .*{file}.*before"):
+            newest = checkpoints.latest()
+        assert newest is not None and newest.folder == tmp_path / "step-00000001"
+        flip(tmp_path / "step-00000002" / file)
+    assert same(loaded(tmp_path), 2)
+
+
 # ---- asynchronous
 
 
