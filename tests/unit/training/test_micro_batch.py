@@ -30,7 +30,9 @@ def test_the_most_that_fits(place: Path, tmp_path: Path) -> None:
         assert more is None or sized(asked, spec, 1, plan(more) - 1).micro_batch == size
     assert sized(asked, spec, 1, 1).micro_batch == 1, "nothing fits"
     assert sized(asked, spec, 2, plan(24)).micro_batch == 12, "each of two ranks has half of the batch"
-    staged = config(place, tmp_path / "run", "micro_batch=auto", "stages=[{steps: 4}, {steps: 4, batch: 16}]", "batch=24")
+    staged = config(
+        place, tmp_path / "run", "micro_batch=auto", "stages=[{steps: 4}, {steps: 4, batch: 16}]", "batch=24"
+    )
     assert sized(staged, spec, 1, plan(24)).micro_batch == 8, "it must divide the batches of all stages"
 
 
