@@ -1,7 +1,6 @@
 """What does a model know? Write made-up facts to train on, and ask a model about them in wordings that it never read.
 
-usage: upcycle facts write [key=value ...]
-       upcycle facts score MODEL suite=FOLDER [key=value ...]
+usage: upcycle facts write [key=value ...], or upcycle facts score MODEL suite=FOLDER [key=value ...]
 
   upcycle facts write output=facts people=100 places=0 events=0
   upcycle prepare tokens/facts tokenizer=./llama sources=[facts/train.jsonl]    # to train on
@@ -30,35 +29,48 @@ from pathlib import Path
 
 from upcycle.cli import frame
 
+TYPE_CHECKING = False  # as in frame.py
+if TYPE_CHECKING:
+    from evaluation.facts.results import ScoreConfig
+    from evaluation.facts.suite import WriteConfig
+
 
 @frame.command()
 def main(words: Sequence[str]) -> int:
-    verb, *rest = words or [""]
+    from dataclasses import fields
+
+    from evaluation.facts import results, suite
+    from upcycle.plugin import nearest
+
+    names, keys = frame.names_and_words(words)
+    verb, names = (names[0] if names else ""), names[1:]
     if verb == "write":
-        write(rest)
+        write(frame.named(suite.WriteConfig, [*names, *keys]))
     elif verb == "score":
-        score(rest, shlex.join(["upcycle", "facts", *words]))
+        config = frame.named(results.ScoreConfig, [*names, *keys], "model")
+        score(config, shlex.join(["upcycle", "facts", *words]))
     else:
+        known = [field.name for kind in (suite.WriteConfig, results.ScoreConfig) for field in fields(kind)]
+        for key in (word.partition("=")[0] for word in keys):
+            if key not in known:
+                raise ValueError(f"unknown key '{key}'{nearest(key, known)}; known keys: {', '.join(known)}")
         raise ValueError(
             f"facts got {verb!r}; write upcycle facts write output=FOLDER, or upcycle facts score MODEL suite=FOLDER"
         )
     return 0
 
 
-def write(words: Sequence[str]) -> None:
-    from evaluation.facts.suite import WriteConfig
-    from evaluation.facts.suite import write as make
+def write(config: WriteConfig) -> None:
+    """Write a suite, and print the lines of each file."""
+    from evaluation.facts import suite
 
-    config = frame.named(WriteConfig, words)
-    about = make(config)
-    for name, count in about["counts"].items():
+    for name, count in suite.write(config)["counts"].items():
         print(frame.printable(f"{Path(config.output) / name}: {count:,}"))
 
 
-def score(words: Sequence[str], command: str) -> None:
-    from evaluation.facts.results import TABLE, ScoreConfig
-    from evaluation.facts.results import score as ask
+def score(config: ScoreConfig, command: str) -> None:
+    """Score a model, and print the table."""
+    from evaluation.facts import results
 
-    done = ask(frame.named(ScoreConfig, words, "model"), command)
-    folder = Path(done.place).parent
-    print(frame.printable((folder / TABLE).read_text(encoding="utf-8") + f"\n{folder}", keep="\n"))
+    folder = Path(results.score(config, command).place).parent
+    print(frame.printable((folder / results.TABLE).read_text(encoding="utf-8") + f"\n{folder}", keep="\n"))
