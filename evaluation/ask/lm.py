@@ -7,6 +7,7 @@ process asks for everything and the engine divides the work, so no process waits
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -198,15 +199,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         inputs: list[Ids] = [np.asarray(ids[prompt][-room:], np.int64) for prompt in prompts]
         stops = ",".join(map(str, sorted(self.stops)))  # these tokens end a text, as the stop words do
         names = [key("write", x, str(limit), stops, *until) for x in inputs]
-        # a token is at least a byte, so the last tokens hold any stop word; HFLM also looks two tokens further back
-        back = max((len(word.encode()) for word in until), default=0) + 2
-
-        def stopped(tokens: Sequence[int]) -> bool:
-            if tokens[-1] in self.stops:
-                return True
-            tail = self.tokenizer.decode(tokens[-back:])
-            return any(word in tail for word in until if word)
-
+        stopped = partial(self.stopped, looks=self.looks(until))
         found = self.answers(
             names, lambda chosen, *rest: self.engine.write([inputs[n] for n in chosen], limit, stopped, *rest)
         )
@@ -215,6 +208,29 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
             prompt: postprocess_generated_text(text, list(until), None)
             for prompt, text in zip(prompts, written, strict=True)
         }
+
+    def looks(self, until: Iterable[str]) -> list[tuple[str, int]]:
+        """Return each stop word with the number of last tokens that HFLM searches for it."""
+        words = [word for word in until if word]
+        return [(word, len(self.tokenizer.encode(word, add_special_tokens=False)) + 2) for word in words]
+
+    def stopped(self, tokens: Sequence[int], looks: Sequence[tuple[str, int]]) -> bool:
+        """Return whether a text ends: with a token that ends texts, or with a stop word.
+
+        HFLM searches few tokens, and a decoder may show a stop word in them that it does not show in more (after bytes
+        that are no UTF-8), or the other way round (a word of other tokens). In the second case HFLM writes on, and cuts
+        the text at the word afterwards, which gives the same text."""
+        if tokens[-1] in self.stops:
+            return True
+        # a token is at least a byte, so these tokens hold any stop word
+        most = max((len(word.encode()) for word, _ in looks), default=0) + 2
+        tail, texts = self.tokenizer.decode(tokens[-most:]), dict[int, str]()
+        for word, count in looks:
+            if count not in texts:
+                texts[count] = self.tokenizer.decode(tokens[-count:])
+            if word in texts[count] or (word in tail and word in self.tokenizer.decode(tokens)):
+                return True
+        return False
 
     def answers(
         self, names: Sequence[str], compute: Callable[[list[int], Done, Container[int]], None]
