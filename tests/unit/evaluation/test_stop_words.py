@@ -60,7 +60,29 @@ def test_texts_end_where_hflm_ends_them(make: object) -> None:
     lm = DecoderLM(Engine(models.make("dense"), 64, progress=False), tokenizer)
     rng, broken = random.Random(0), 0
     # bytes of a newline, of letters, of the two halves of é and of no character at all are the likeliest
-    likely = [t for t in range(len(tokenizer)) if tokenizer.convert_ids_to_tokens(t) in ("<0x0A>", "<0xC3>", "<0xA9>", "<0xE2>", "<0x51>", "<0x3A>", "▁", "a", "b", "\n", "Ċ", "Ã", "©", "â", "Q", ":")]
+    likely = [
+        t
+        for t in range(len(tokenizer))
+        if tokenizer.convert_ids_to_tokens(t)
+        in (
+            "<0x0A>",
+            "<0xC3>",
+            "<0xA9>",
+            "<0xE2>",
+            "<0x51>",
+            "<0x3A>",
+            "▁",
+            "a",
+            "b",
+            "\n",
+            "Ċ",
+            "Ã",
+            "©",
+            "â",
+            "Q",
+            ":",
+        )
+    ]
     for _ in range(400):
         tokens = [rng.choice(likely) if rng.random() < 0.95 else rng.randrange(len(tokenizer)) for _ in range(LONG)]
         want = written(tokenizer, tokens, True, lm)
