@@ -50,6 +50,7 @@ from evaluation.ask.load import end_tokens, load_tokenizer
 from evaluation.ask.offline import splits
 from evaluation.ask.remember import Remembered
 from evaluation.ask.tasks import read_suite
+from evaluation.facts import suite as facts_suite
 from evaluation.judge.compare import compare
 from evaluation.show import facts as shown_facts
 from evaluation.show.page import rendered
@@ -745,6 +746,17 @@ def talks(folder: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"messages": [messages] * 4}), folder / "text" / "b.parquet")
 
 
+def facts(folder: Path) -> None:
+    facts_suite.write(facts_suite.WriteConfig(str(folder / "suite"), people=2, places=1, events=0, tellings=1, asked=1))
+
+
+def sign_facts(folder: Path) -> None:
+    path = folder / "suite" / "suite.json"
+    about = json.loads(path.read_text())
+    about["files"] = {name: hashlib.sha256((path.parent / name).read_bytes()).hexdigest() for name in about["files"]}
+    path.write_text(json.dumps(about))
+
+
 def read_talks(folder: Path, path: Path) -> None:
     more: dict[str, Any] = {"kind": "chat", "sequence": 60, "shard_tokens": 200}
     prepare(PrepareConfig(str(folder / "out"), str(folder), (str(folder / "text"),), **more), quiet=True)
@@ -932,6 +944,7 @@ READERS: dict[str, Reader] = {
     "configs": Reader(configs, read_configs, ("*.yaml",)),
     "results": Reader(evaluated, read_evaluated, ("results_*.json", "samples_*.jsonl"), sign_results),
     "lm-eval": Reader(evaluated_elsewhere, read_evaluated, ("results_*.json", "samples_*.jsonl")),
+    "facts": Reader(facts, lambda folder, path: facts_suite.read(folder / "suite"), ("suite/*.json*",), sign_facts),
     "routing": Reader(test_report.routed, lambda folder, path: reported(path), ("*.json",)),
     "answers": Reader(answers, read_answers, ("*.jsonl",)),
     "published": Reader(published, read_published, ("*.*",)),
