@@ -4,15 +4,20 @@
     python -m tests.crashes --each 5 convert       five of them, drawn by --seed
 
 A command runs in a fork of this process in which open (to write), write, fsync, rename, unlink, mkdir and rmdir below one
-folder are counted. At the n-th of them comes one of
+folder are counted, and reads of what the command is given. At the n-th of them comes one of
 
-    kill   SIGKILL before it                lost   SIGKILL, and what was not synced is gone, as when the power fails
-    half   SIGKILL after half of it         full   it and all later ones find the disk full
-    eio    it fails once                    int    Ctrl-C
-    stop   SIGSTOP, and the same command runs beside it; then it goes on
+    kill   SIGKILL before it                lost    SIGKILL, and what was not synced is gone, as when the power fails
+    half   SIGKILL after half of it         full    it and all later ones find the disk full
+    eio    it fails once                    int     Ctrl-C
+    stop   SIGSTOP, and the same command runs next to it; then it continues
+    read   the n-th open or read of a file fails once
 
-Then the command runs undisturbed, and must end with the bytes that it makes undisturbed from the start. Files that are
-not its own lie where it works, and must be there afterwards.
+Two more do not count calls: `moment` is SIGKILL at a random moment, and `limit` lets the system refuse files above a
+random size (RLIMIT_FSIZE), which libraries in C and Rust meet too.
+
+A command that fails must end with exit code 2 and one sentence that names the file. Its inputs must stay as they were,
+and no output may look whole. Then the command runs undisturbed, and must end with the bytes that it makes undisturbed
+from the start. Files of somebody else lie where it works, and must be there afterwards.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import itertools
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -41,7 +47,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-KINDS = ("kill", "lost", "half", "full", "eio", "int", "stop")
+WRITES = ("kill", "lost", "half", "full", "eio", "int", "stop")
+KINDS = (*WRITES, "read", "moment", "limit")
 FOREIGN = {"notes.tmp": b"mine", "model.safetensors.part": b"mine too", "config.json.123.tmp": b"and this"}
 ENDED = 300  # seconds
 
@@ -49,8 +56,9 @@ ENDED = 300  # seconds
 class Calls:
     """Counts the calls below `root`, and does something at one of them."""
 
-    def __init__(self, root: Path, kind: str, at: int) -> None:
-        self.root, self.kind, self.at, self.count = str(root), kind, at, 0
+    def __init__(self, root: Path, kind: str, at: int, inputs: Path) -> None:
+        self.root, self.kind, self.at, self.count, self.reads = str(root), kind, at, 0, 0
+        self.inputs = str(inputs)
         self.lock = threading.RLock()
         self.files: dict[tuple[int, int], list[Any]] = {}  # (device, inode) -> [descriptor, (size, time) as synced]
         self.folders: dict[tuple[int, int], bool] = {}  # whether its entries are on the disk
@@ -58,6 +66,8 @@ class Calls:
         self.real: dict[str, Callable[..., Any]] = {}
 
     def install(self) -> None:
+        for name in ("read", "pread", "preadv", "readv"):
+            setattr(os, name, self.reading(getattr(os, name)))
         for name in ("open", "write", "fsync", "rename", "replace", "unlink", "remove", "mkdir", "rmdir"):
             self.real[name] = getattr(os, name)
             setattr(os, name, self.patched(name))
@@ -79,7 +89,23 @@ class Calls:
 
         return call
 
+    def reading(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(fd: int, *given: Any) -> Any:
+            self.before_read(os.readlink(f"/proc/self/fd/{fd}"), named=False)
+            return real(fd, *given)
+
+        return call
+
+    def before_read(self, path: str, *, named: bool = True) -> None:
+        if not (path.startswith(self.inputs + os.sep) or self.below(path)):
+            return
+        self.reads += 1
+        if self.kind == "read" and self.reads == self.at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), *([path] if named else []))
+
     def opened(self, file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
+        if isinstance(file, str | os.PathLike) and not set(mode) & set("wax+"):
+            return self.opened_to_read(os.path.abspath(os.fspath(file)), file, mode, *given, **named)
         if not isinstance(file, str | os.PathLike) or not set(mode) & set("wax+") or not self.below(os.fspath(file)):
             return self.real["io.open"](file, mode, *given, **named)
         with self.lock:
@@ -88,6 +114,24 @@ class Calls:
             made = self.real["io.open"](file, mode, *given, **named)
             self.after("open", (file,), str(file), made.fileno())
             return made
+
+    def opened_to_read(self, path: str, file: Any, mode: str, *given: Any, **named: Any) -> Any:
+        self.before_read(path)
+        calls = self
+
+        class Raw(io.FileIO):
+            def readinto(self, buffer: Any) -> int | None:
+                calls.before_read(path, named=False)
+                return super().readinto(buffer)
+
+            def readall(self) -> bytes:
+                calls.before_read(path, named=False)
+                return super().readall()
+
+        if given or {*named} - {"encoding", "errors", "newline"} or not os.path.isfile(path):
+            return self.real["io.open"](file, mode, *given, **named)
+        buffered = io.BufferedReader(Raw(file, "rb"))
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, **named)
 
     def below(self, path: Any) -> bool:
         return os.path.abspath(os.fsdecode(path)).startswith(self.root + os.sep)
@@ -103,6 +147,8 @@ class Calls:
         else:
             path = os.path.abspath(os.fsdecode(given[0]))
         if name == "open" and not given[1] & (os.O_WRONLY | os.O_RDWR):
+            if not os.path.isdir(path):
+                self.before_read(path)
             return None
         return path if self.below(path) else None
 
@@ -172,6 +218,7 @@ class Ran:
     code: int
     said: str
     calls: int = 0
+    reads: int = 0
     unsynced: tuple[str, ...] = ()
     pid: int = 0
 
@@ -184,10 +231,12 @@ class Command:
     outputs: Callable[[Path], list[Path]]  # must be on the disk
     partials: Callable[[Path], list[Path]]  # where files of others may lie
     codes: frozenset[int] = frozenset({0, 2, 130})
+    whole: Callable[[Path], list[Path]] = lambda here: []  # if one of these is there, the command has ended
+    kinds: tuple[str, ...] = KINDS
 
 
 def started(command: Command, here: Path, root: Path, kind: str = "", at: int = 0) -> int:
-    """Forks; the child runs the command."""
+    """Forks; the child runs the command. `at`: the call, or the size of a file in bytes that `limit` allows."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -199,11 +248,14 @@ def started(command: Command, here: Path, root: Path, kind: str = "", at: int = 
         said = os.open(root / f"said.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(said, 1)
         os.dup2(said, 2)
-        calls = Calls(here, kind, at)
+        calls = Calls(here, kind, at, root / "place")
         calls.install()
-        code = command.run(here)
+        if kind == "limit":
+            code = limited(command, here, at)
+        else:
+            code = command.run(here)
         calls.check_left(command.outputs(here) if code == 0 else [])
-        facts = json.dumps({"calls": calls.count, "unsynced": calls.unsynced}).encode()
+        facts = json.dumps({"calls": calls.count, "reads": calls.reads, "unsynced": calls.unsynced}).encode()
         (file := calls.real["open"](root / f"facts.{os.getpid()}", os.O_WRONLY | os.O_CREAT, 0o666))
         calls.real["write"](file, facts)
         sys.stdout.flush()
@@ -214,6 +266,19 @@ def started(command: Command, here: Path, root: Path, kind: str = "", at: int = 
         traceback.print_exc()
         sys.stderr.flush()
     os._exit(code)
+
+
+def limited(command: Command, here: Path, size: int) -> int:
+    """Run the command while the system refuses to let a file grow beyond `size`, and print afterwards."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            return command.run(here)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+            os.write(2, said.getvalue().encode())
 
 
 def ended(pid: int, root: Path) -> Ran:
@@ -227,7 +292,14 @@ def ended(pid: int, root: Path) -> Ran:
     more = json.loads(facts.read_text()) if facts.exists() else {}
     for path in (said, facts):
         path.unlink(missing_ok=True)
-    return Ran(os.waitstatus_to_exitcode(found[1]), text, more.get("calls", 0), tuple(more.get("unsynced", ())), pid)
+    return Ran(
+        os.waitstatus_to_exitcode(found[1]),
+        text,
+        more.get("calls", 0),
+        more.get("reads", 0),
+        tuple(more.get("unsynced", ())),
+        pid,
+    )
 
 
 class Faults(Exception):
@@ -243,16 +315,24 @@ def crashed(command: Command, here: Path, root: Path, kind: str, at: int, want: 
     """One crash and what comes after it. Returns what the crash did."""
     shutil.rmtree(here, ignore_errors=True)
     here.mkdir()
+    inputs = digests(root / "place")
     pid = started(command, here, root, kind, at)
     if kind == "stop":
         return beside(command, here, root, pid, want)
+    if kind == "moment":
+        time.sleep(at / 1000)
+        os.kill(pid, signal.SIGKILL)
     first = ended(pid, root)
     crash = first.code == -signal.SIGKILL
     wanted(crash or first.code in command.codes, "exit code", first.code, first.said[-1500:])
     wanted("Traceback" not in first.said, "a traceback:", first.said[-3000:])
-    if kind == "full" and first.code == 2:
+    wanted(inputs == digests(root / "place"), "an input has changed:", differing(digests(root / "place"), inputs))
+    if kind in ("full", "eio", "read", "limit") and first.code == 2:
         last = [line for line in first.said.splitlines() if line.strip()][-1]
-        wanted(str(here) in last, "names no file:", last)
+        wanted(str(root) in last, "names no file:", last)
+    if first.code:
+        whole = [path for path in command.whole(here) if path.exists()]
+        wanted(not whole or command.result(here) == want, "looks whole and is not:", whole)
     if not crash:
         litter = [*here.rglob("*.upcycle.tmp"), *here.rglob("*.part")]
         wanted(not litter, "a failed write left", litter)
@@ -327,9 +407,11 @@ def commands(place: Path) -> dict[str, Command]:
     """`place`: what they read."""
     from evaluation.cli import report
     from evaluation.judge import logged, results
+    from tests import islands
     from tests.unit.evaluation.written import save
     from training.__main__ import main as train
     from training.cli import export, prepare
+    from training.islands.link import frames
     from training.observe.metrics import read
     from training.parallel.processes import alone
     from upcycle.__main__ import main as upcycle
@@ -363,7 +445,58 @@ def commands(place: Path) -> dict[str, Command]:
     def maker(name: str, run: Callable[[Path], int], output: str) -> Command:
         """Return a command that makes a folder and renames it."""
         made, partial = (lambda here: [here / output]), (lambda here: [here / f"{output}.partial"])
-        return Command(name, run, lambda here: digests(here / output), made, partial)
+        return Command(name, run, lambda here: digests(here / output), made, partial, whole=made)
+
+    def writer(name: str, run: Callable[[Path], int], file: str, result: Callable[[Path], Any]) -> Command:
+        """Return a command that writes one file."""
+        made = lambda here: [here / file]  # noqa: E731
+        return Command(name, run, result, made, lambda here: [here], whole=made)
+
+    def reader(name: str, *words: str) -> Command:
+        """Return a command that writes nothing."""
+        return Command(
+            name,
+            lambda here: upcycle([name, *words]),
+            lambda here: 0,
+            lambda here: [],
+            lambda here: [],
+            kinds=("read",),
+        )
+
+    def asked(here: Path) -> Any:
+        found = logged.load(here / "eval")
+        last = logged.newest(here / "eval")
+        assert last is not None
+        answers = sorted(last.parent.glob(f"samples_*{logged.time_of(last)}*"))
+        return found.tasks, found.groups, [hashlib.sha256(path.read_bytes()).hexdigest() for path in answers]
+
+    def parsed(path: Path, *clock: str) -> Any:
+        return {name: value for name, value in json.loads(path.read_text()).items() if name not in clock}
+
+    @cli.command()
+    def serve(words: list[str]) -> int:
+        """Do what a server of islands does with the pushes of two islands."""
+        _, journal, server = islands.made(Path(words[0]))
+        server.close()
+        try:
+            for name in "ab":
+                one = islands.Islander(name, 1, 6)
+                if name not in journal.center.members:
+                    journal.add(frames.JOIN, name)
+                for number in range(5):
+                    data = one.message()
+                    one.seq += 1
+                    if one.seq > journal.center.members[name].seq:
+                        journal.add(frames.PUSH, name, one.seq, data)
+                    if number == 2 and journal.number < 1 + (name == "b"):
+                        journal.save()
+        finally:
+            journal.close()
+        return 0
+
+    def state(here: Path) -> Any:
+        tensors, facts = islands.kept(here / "server")
+        return facts["members"], {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in tensors.items()}
 
     dense = str(place / "dense")
     few = ["experts=2", "max_shard=60KB"]
@@ -373,6 +506,7 @@ def commands(place: Path) -> dict[str, Command]:
         "model.dtype=float32", "steps=2", "checkpoint.every=1", "device=cpu", f"data.train=[{place / 'tokens'}]",
         f"model.source={dense}",
     ]  # fmt: skip
+    book, moe = str(place / "book.txt"), str(place / "moe")
     all_of = [
         maker("convert", lambda here: upcycle(["convert", f"source={dense}", f"output={here / 'moe'}", *few]), "moe"),
         maker("prepare", lambda here: prepare.main([str(here / "out"), *texts]), "out"),
@@ -399,6 +533,56 @@ def commands(place: Path) -> dict[str, Command]:
             lambda here: [here / "report.html", here / "report.md", here / "report.json"],
             lambda here: [here],
         ),
+        Command(
+            "adapters",
+            lambda here: train([f"output={here / 'run'}", f"lora.export={here / 'peft'}", "lora.rank=2", *training]),
+            lambda here: {**digests(max((here / "run" / "checkpoints").glob("step-*"))), **digests(here / "peft")},
+            lambda here: [*(p for p in (here / "run").iterdir() if p.name != "plots.png"), here / "peft"],
+            lambda here: [here / "run", here / "peft.partial"],
+            frozenset({0, 2, 75, 130}),
+        ),
+        Command(
+            "eval",
+            lambda here: upcycle(
+                [
+                    "eval",
+                    "perplexity",
+                    dense,
+                    f"texts=[{book}]",
+                    f"output={here / 'eval'}",
+                    "device=cpu",
+                    "max_length=64",
+                ]
+            ),
+            asked,
+            lambda here: [path for path in (here / "eval").iterdir() if path.name != "cache"],
+            lambda here: [],  # it refuses a folder with files of others
+        ),
+        Command(
+            "islands",
+            lambda here: serve([str(here / "server")]),
+            state,
+            lambda here: [],
+            lambda here: [here / "server"],
+        ),
+        writer(
+            "routing",
+            lambda here: upcycle(["routing", moe, book, f"output={here / 'routing.json'}", "sequence=32"]),
+            "routing.json",
+            lambda here: parsed(here / "routing.json"),
+        ),
+        writer(
+            "compare",
+            lambda here: upcycle(
+                ["compare", str(place / "eval"), str(place / "eval2"), f"output={here / 'compared.json'}"]
+            ),
+            "compared.json",
+            lambda here: parsed(here / "compared.json"),
+        ),
+        reader("verify", dense, moe),
+        reader("inspect", moe, "check=true"),
+        reader("plan", f"source={dense}"),
+        reader("recommend", dense, "gpus=1xh100", "tokens=1M"),
     ]
     return {command.name: command for command in all_of}
 
@@ -413,13 +597,38 @@ def set_up(place: Path, names: Collection[str]) -> None:
         "num_key_value_heads": 2, "vocab_size": 400, "max_position_embeddings": 64, "dtype": "float32",
     }  # fmt: skip
     make_tokenizer(make_llama(place / "dense", shape), bos=False)
+    settings = place / "dense" / "tokenizer_config.json"
+    settings.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}))
     for name in "ab":
         jsonl(place / f"{name}.jsonl", texts(40, ord(name)))
-    if {"train", "export", "report"} & {*names}:
-        known = commands(place)
+    (place / "book.txt").write_text("\n".join(texts(20, 7)))
+    known = commands(place)
+    if {"routing", "verify", "inspect"} & {*names}:
+        assert known["convert"].run(place) == 0
+    if "compare" in names:
+        assert known["results"].run(place) == 0
+        shutil.copytree(place / "eval", place / "eval2")
+    if {"train", "adapters", "export", "report"} & {*names}:
         assert known["prepare"].run(place) == 0
         (place / "out").rename(place / "tokens")
         assert known["train"].run(place) == 0
+
+
+def drawn(command: Command, whole: Ran, options: Any, chance: random.Random, took: float) -> list[tuple[str, int, str]]:
+    """Return the cases of a command. `took`: its milliseconds when nothing disturbs it."""
+    most = {kind: whole.calls for kind in WRITES} | {"read": whole.reads}
+    found = []
+    for kind in set(options.kinds) & set(command.kinds):
+        if kind == "moment":
+            own = [chance.randrange(1, max(2, int(took))) for _ in range(20)]
+        elif kind == "limit":
+            own = [int(2 ** chance.uniform(0, 17)) for _ in range(20)]
+        else:
+            own = list(range(1, most[kind] + 1))
+        if options.each:  # as many of each kind
+            own = chance.sample(own, min(len(own), -(-options.each // len(command.kinds))))
+        found += [(command.name, at, kind) for at in own]
+    return sorted(found)
 
 
 def main() -> int:
@@ -454,6 +663,7 @@ def main() -> int:
             if options.commands and command.name not in options.commands:
                 continue
             here.mkdir()
+            start = time.monotonic()
             whole = ended(started(command, here, root), root)
             assert whole.code == 0, whole.said
             wholes[command.name] = command, whole.calls, command.result(here)
@@ -461,7 +671,7 @@ def main() -> int:
             if whole.unsynced:
                 failed += 1
                 print(f"FAULT {command.name}: published and not on the disk: {whole.unsynced}", flush=True)
-            own = [(command.name, at, kind) for at, kind in itertools.product(range(1, whole.calls + 1), options.kinds)]
+            own = drawn(command, whole, options, chance, 1000 * (time.monotonic() - start))
             cases += chance.sample(own, min(options.each or len(own), len(own)))
         outcomes = {name: Counter[str]() for name in wholes}
         chance.shuffle(cases)
@@ -475,7 +685,7 @@ def main() -> int:
                 failed += 1
                 print(f"FAULT {name}, {kind} at call {at} of {calls}: {fault}", flush=True)
                 continue
-            if what != "was over" and (kind not in ("kill", "lost", "half") or what == "killed"):
+            if what != "was over" and (kind not in ("kill", "lost", "half", "moment") or what == "killed"):
                 done[kind] += 1
                 outcomes[name][f"{kind}: {what}"] += 1
     for name, found in outcomes.items():

@@ -59,7 +59,8 @@ def main(words: Sequence[str]) -> int:
     from evaluation.api import compare
     from evaluation.judge.compare import group_words
     from upcycle.config.reading import read
-    from upcycle.io.disk import check_own, write_atomic
+    from upcycle.io.disk import check_own
+    from upcycle.io.publish import write_own
 
     names, keys = frame.names_and_words(words)
     config = read(CompareConfig, "", keys)
@@ -68,5 +69,5 @@ def main(words: Sequence[str]) -> int:
     found = compare(*group_words(names), cluster=config.cluster, equivalent=config.equivalent)
     print(frame.printable(str(found), keep="\n"))
     if config.output:
-        write_atomic(Path(config.output), (json.dumps(found.json(), indent=1, allow_nan=False) + "\n").encode())
+        write_own(Path(config.output), (json.dumps(found.json(), indent=1, allow_nan=False) + "\n").encode())
     return 0

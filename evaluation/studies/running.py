@@ -23,6 +23,7 @@ from typing import IO
 from tqdm import tqdm
 
 from upcycle.cli.frame import printable
+from upcycle.io.disk import sweep
 from upcycle.io.publish import acquire, opened, sign
 
 ROOT = Path(__file__).parents[2]
@@ -181,6 +182,7 @@ def alone(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with opened(folder / "study.lock") as lock:
         acquire(lock, str(folder))
+        sweep(folder)
         yield
 
 

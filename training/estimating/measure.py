@@ -37,7 +37,7 @@ from training.model.attention import BACKENDS
 from training.observe.flops import peak_tflops
 from training.parallel.processes import processes, rank
 from upcycle.config.values import at_least, check_values
-from upcycle.io import disk
+from upcycle.io import publish
 
 # (groups, rows of each group, columns out, columns in) of a small model, of 30B-A3B, of 8B, and of experts of the three
 PRODUCTS = (
@@ -87,7 +87,7 @@ def measure(asked: MeasureConfig) -> str:
         found = measured(device, base, alone, asked.node)
     if rank() > 0:
         return ""
-    disk.write_atomic(output, written(found).encode())
+    publish.write_own(output, written(found).encode())
     rest = f"; from {asked.like}: {', '.join(found.sheet)}" if found.sheet else ""
     return f"{output} has the numbers of {found.name}{rest}; use it with hardware={output}"
 

@@ -65,15 +65,18 @@ class Journal:
         self.first = older if all(self.log(each).exists() for each in range(older, self.base)) else self.base
         for event in self.events(self.base, self.number):
             self.apply(event)
-        self.file: IO[bytes] = open(self.log(self.number), "a+b")  # noqa: SIM115 - close() closes it
+        # unbuffered, because a buffer keeps the rest of a record that the disk refused; close() closes it
+        self.file: IO[bytes] = open(self.log(self.number), "a+b", buffering=0)  # noqa: SIM115
         whole = 0
-        for event, end in self.records(self.file, last=True):
-            self.apply(event)
-            whole = end
+        with open(self.log(self.number), "rb") as file:
+            for event, end in self.records(file, last=True):
+                self.apply(event)
+                whole = end
         if lost := os.fstat(self.file.fileno()).st_size - whole:
             self.cut(whole, lost)
         self.file.seek(whole)
-        sync(self.file)
+        with disk.naming(self.log(self.number)):
+            sync(self.file)
         disk.sync_folder(folder)
 
     def log(self, number: int) -> Path:
@@ -239,7 +242,7 @@ class Journal:
             save_file(tensors, scratch, {"facts": json.dumps(facts)})
             with open(scratch, "rb") as file:
                 os.fsync(file.fileno())
-            log = open(self.log(number), "w+b")  # noqa: SIM115
+            log = open(self.log(number), "w+b", buffering=0)  # noqa: SIM115
             with disk.naming(self.log(number)):
                 write(log, Event(SNAPSHOT, "", 0, bytes.fromhex(disk.sha256(scratch))))
             disk.sync_folder(self.folder)
@@ -262,13 +265,12 @@ def write(file: IO[bytes], event: Event) -> None:
     made = hashlib.sha256(head)
     made.update(event.data)
     record = RECORD.pack(len(head) + len(event.data), made.digest()[:16], b"")[:-8]
-    file.write(record + short(record) + head)
-    file.write(event.data)
+    for part in (record + short(record) + head, event.data):
+        disk.write_all(file.fileno(), memoryview(part))
     sync(file)
 
 
 def sync(file: IO[bytes]) -> None:
-    file.flush()
     os.fsync(file.fileno())
 
 

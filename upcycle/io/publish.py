@@ -151,6 +151,13 @@ def alone(lock: Path, what: Path) -> Iterator[None]:
                     folder.rmdir()
 
 
+def write_own(path: Path, data: bytes) -> None:
+    """Write the only file of a command, as write_atomic does, and remove what killed processes left next to it."""
+    with alone(path.with_name(f".{path.name}.lock"), path):
+        disk.sweep(path.parent, {path.name})
+        disk.write_atomic(path, data)
+
+
 # ---- manifest and rename
 
 

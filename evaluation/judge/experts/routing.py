@@ -29,9 +29,9 @@ from training.model.moe import MoE
 from upcycle.arch.spec import MAX_EXPERTS, MoESpec
 from upcycle.config.values import LENGTH, TOKENS, at_least, check_values, one_of
 from upcycle.converting import grow
-from upcycle.io import strict
+from upcycle.io import publish, strict
 from upcycle.io.checkpoint import Checkpoint
-from upcycle.io.disk import check_own, write_atomic
+from upcycle.io.disk import check_own
 from upcycle.io.strict import Count, Range
 from upcycle.text import tokens as text
 
@@ -67,7 +67,7 @@ def routing(config: RoutingConfig) -> dict[str, Any]:
     """Measure, write the file, and return the measurements."""
     check_own(Path(config.output), rb'\A\{"kind": "routing"', "upcycle routing")
     found = measure(config)
-    write_atomic(Path(config.output), (json.dumps(found | {"config": asdict(config)}) + "\n").encode())
+    publish.write_own(Path(config.output), (json.dumps(found | {"config": asdict(config)}) + "\n").encode())
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import resource
 import signal
 import socket
 import ssl
@@ -158,6 +159,29 @@ def test_what_is_not_on_the_disk_has_not_happened(tmp_path: Path, monkeypatch: p
     server.close()
     journal.close()
     assert again.pushes == 1 and torch.equal(again.rule.model, here.rule.model)
+
+
+def test_a_push_that_the_disk_refuses_halfway_leaves_nothing_in_the_log(tmp_path: Path) -> None:
+    """The system refuses the rest of a record; what it took must not stand before the next record, nor come later."""
+    here, journal, server = islands.made(tmp_path)
+    server.close()
+    journal.add(frames.JOIN, "a")
+    log, data = journal.log(0), Islander("a", 1, 9).message()
+    size = log.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            journal.add(frames.PUSH, "a", 1, data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(log) and log.stat().st_size == size
+    journal.add(frames.PUSH, "a", 1, data)
+    journal.close()
+    again, journal, server = islands.made(tmp_path)
+    server.close()
+    journal.close()
+    assert again.pushes == here.pushes == 1 and torch.equal(again.rule.model, here.rule.model)
 
 
 def test_an_island_that_has_left_takes_the_model_before_it_learns(tmp_path: Path) -> None:
