@@ -616,9 +616,9 @@ def set_up(place: Path, names: Collection[str]) -> None:
 
 def drawn(command: Command, whole: Ran, options: Any, chance: random.Random, took: float) -> list[tuple[str, int, str]]:
     """Return the cases of a command. `took`: its milliseconds when nothing disturbs it."""
-    most = {kind: whole.calls for kind in WRITES} | {"read": whole.reads}
+    most = dict.fromkeys(WRITES, whole.calls) | {"read": whole.reads}
     found = []
-    for kind in set(options.kinds) & set(command.kinds):
+    for kind in (kind for kind in command.kinds if kind in options.kinds):
         if kind == "moment":
             own = [chance.randrange(1, max(2, int(took))) for _ in range(20)]
         elif kind == "limit":
