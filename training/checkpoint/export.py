@@ -191,6 +191,8 @@ def finish(
 def unfinished(partial: Path, folder: Path, names: list[str]) -> Iterator[None]:
     """Let only this process write `partial`, with files of these names; remove those of a killed export."""
     if folder.exists():
+        if read_manifest(folder):
+            shutil.rmtree(folder / JOB, ignore_errors=True)  # left if a kill came right after the rename
         raise ValueError(f"{folder} exists already; remove it or choose another folder to export to")
     before = read_json(partial / JOB / "job.json")
     with explained(partial), job(partial, {"export": names}, Worker(), lambda: None):

@@ -693,8 +693,8 @@ class ChatRecord(ChatRow):
 
 def read_record(partial: Path, index: int, part: int) -> dict[str, Any] | None:
     """Return the record of a part; None if it is missing or was not written for this part."""
+    value = read_json(record_file(partial, index, part))
     try:
-        value = read_json(record_file(partial, index, part))
         kind = ChatRecord if isinstance(value, dict) and "scored" in value else Record
         found: dict[str, Any] = strict.held(value, kind, "part")
     except ValueError:
@@ -761,7 +761,11 @@ def finish(sources: int, partial: Path, identity: dict[str, Any]) -> None:
     if identity["kind"] == CHAT:
         totals |= nothing_yet()
     for index in range(sources):
-        for record in records(partial, index):
+        own = records(partial, index)
+        if not own or not own[-1]["last"]:
+            name = identity["sources"][index]["name"]
+            raise ValueError(f"{partial} lacks parts of {name}, which were there before; run the same command again")
+        for record in own:
             if ("scored" in record) != (identity["kind"] == CHAT):
                 raise ValueError(f"{partial} holds a part of other data; remove it and prepare again")
             totals = {key: totals[key] + record["counts"][key] for key in totals}

@@ -33,6 +33,7 @@ from training.run.parts import divided, observing, source
 from training.run.preflight import CHECKPOINTS, ISLANDS, check_export, check_own, check_writable
 from training.run.stop import Stop
 from upcycle.cli.frame import again
+from upcycle.io import disk
 
 Ready = Callable[[Server], Callable[[], bool]]
 
@@ -156,8 +157,8 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
     secret = folder / "secret"
     if not secret.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError), open(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(os.urandom(32).hex())
+        with suppress(FileExistsError):
+            write_secret(secret)
     own = replace(config.islands, local=0, count=count, listen="127.0.0.1:0", secret=str(secret))
     islands: list[subprocess.Popen[bytes]] = []
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)), **os.environ}
@@ -193,6 +194,19 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
                 "steps choose another output, and set model.source to their export"
             )
     return f"{folder} is trained: {said}; the islands are in {folder}/island-0 and so on"
+
+
+def write_secret(path: Path) -> None:
+    """Write a new secret that only its owner may read; on failure leave no file."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with disk.naming(path):
+            disk.write_all(file, memoryview(os.urandom(32).hex().encode()))
+    except OSError:
+        path.unlink()
+        raise
+    finally:
+        os.close(file)
 
 
 def ended(island: subprocess.Popen[bytes], seconds: float | None) -> int:

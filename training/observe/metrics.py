@@ -36,7 +36,7 @@ from torch import Tensor
 
 from training.observe.flops import throughput
 from upcycle.io import strict
-from upcycle.io.disk import naming, write_atomic
+from upcycle.io.disk import naming, write_all, write_atomic
 
 FILE = "metrics.jsonl"
 BEFORE = "metrics.before.jsonl"  # the file of a run that left no checkpoint to resume from
@@ -125,8 +125,8 @@ class Metrics:
             row |= self.speed(step)  # after fetch, which waited for the device
         row |= numbers
         with naming(self.path):
-            self.file.write(written({n: v if math.isfinite(v) else None for n, v in row.items()}))
-            self.file.flush()
+            line = written({n: v if math.isfinite(v) else None for n, v in row.items()})
+            write_all(self.file.fileno(), memoryview(line.encode()))  # a buffer would keep what the disk refused
         for outlet in self.outlets:
             outlet.log(step, row)
         if self.taken:

@@ -56,10 +56,13 @@ class Worker:
 
 
 def read_json(path: Path) -> Any:
-    """Return the parsed file; None if it is missing or not JSON."""
+    """Return the parsed file; None if it is missing or not JSON. A file that the disk cannot read is not missing."""
     try:
         return strict.read_json(path)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        disk = error if isinstance(error, OSError) else error.__cause__  # strict says in a ValueError what failed
+        if isinstance(disk, OSError) and not isinstance(disk, FileNotFoundError | NotADirectoryError):
+            raise
         return None
 
 

@@ -66,8 +66,8 @@ def sign(lock: IO[str], process: int) -> None:
     with disk.naming(Path(lock.name)):
         lock.seek(0)
         lock.truncate(0)
-        lock.write(f"{process} {socket.gethostname()} {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n")
-        lock.flush()
+        text = f"{process} {socket.gethostname()} {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n"
+        disk.write_all(lock.fileno(), memoryview(text.encode()))  # close() would write a buffer that the disk refused
 
 
 def flocked(lock: IO[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -50,7 +51,7 @@ from training.data.open import open_training, open_validation
 from training.data.prepare import PrepareConfig, prepare
 from training.data.shards import Shard, TokenShards
 from upcycle.config.reading import read
-from upcycle.io import publish
+from upcycle.io import job, publish
 from upcycle.io.job import Worker
 from upcycle.text import tokens as text
 
@@ -1150,3 +1151,24 @@ def test_a_loader_starts_at_its_cursor() -> None:
     with Loader(mixture(), 40, 4, 1, 2) as loader:
         for (batch, cursor), at in zip(loader, range(40, 200, 8), strict=False):
             assert cursor == at + 8 and same(batch, mixture().batch(at + 4, 4))
+
+
+def test_a_record_that_the_disk_cannot_read_loses_no_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One failed read of a part's record must not make a folder of the other parts' documents, with exit code 0."""
+    words = [f"tokenizer={make_tokenizer(tmp_path)}", "shard_tokens=300"]
+    words += [f"sources=[{jsonl(tmp_path / 'a.jsonl', texts(40, 1))},{jsonl(tmp_path / 'b.jsonl', texts(40, 2))}]"]
+    assert main([str(tmp_path / "whole"), *words]) == 0
+    real, reads = job.strict.read_json, list[Path]()
+
+    def failing(path: Path) -> Any:
+        reads.append(path)
+        if path.name == "part-00001-00000.json" and len(reads) > 20:
+            raise ValueError(f"{path} cannot be opened") from OSError(errno.EIO, "Input/output error")
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job.strict, "read_json", failing)
+        assert main([str(tmp_path / "out"), *words]) == 2
+    assert not (tmp_path / "out").exists()
+    assert main([str(tmp_path / "out"), *words]) == 0
+    assert read_meta(tmp_path / "out")["documents"] == read_meta(tmp_path / "whole")["documents"] == 80

@@ -228,14 +228,31 @@ def test_what_another_process_made_meanwhile_is_left_alone(
     assert not (tmp_path / "moe.partial").exists()
 
 
+def test_a_command_of_one_file_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    """A name of ours for this file goes; another file's, which may be written now, and somebody's stay."""
+    left, others = tmp_path / "routing.json.12-0a1b2c3d.upcycle.tmp", tmp_path / "b.json.12-0a1b2c3d.upcycle.tmp"
+    for path in (left, others, tmp_path / "notes.tmp"):
+        path.write_bytes(b"half")
+    publish.write_own(tmp_path / "routing.json", b"{}")
+    assert {path.name for path in tmp_path.iterdir()} == {"routing.json", others.name, "notes.tmp"}
+    with (
+        publish.alone(tmp_path / ".routing.json.lock", tmp_path / "routing.json"),
+        pytest.raises(ValueError, match="another process is writing"),
+    ):
+        publish.write_own(tmp_path / "routing.json", b"{1}")
+
+
 # ---- crashes
+
+
+QUICK = ("convert", "prepare", "results", "islands", "compare", "plan", "eval")
 
 
 def test_crashed_at_any_call_a_command_ends_with_the_same_bytes() -> None:
     """Some of the quick ones; `python -m tests.crashes` makes all, of all commands."""
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.crashes", "convert", "prepare", "results", "--each", "3"],
+        [sys.executable, "-m", "tests.crashes", *QUICK, "--each", "3"],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
-    assert "crashes and reruns as they should be" in ran.stdout and ran.stdout.count(" crashes at ") == 3
+    assert "crashes and reruns as they should be" in ran.stdout and ran.stdout.count(" crashes at ") == len(QUICK)
