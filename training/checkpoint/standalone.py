@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -77,9 +79,13 @@ class Record(TypedDict):
 
 def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
     """Write RUN/origin from the Origin of the model that `config` names."""
-    home, plan = folder / FOLDER, origin.plan
+    final, plan = folder / FOLDER, origin.plan
+    if final.is_dir():
+        sweep(final)
+    # a folder with half of the files would not be known as a run's, so it gets its name with the record in it
+    inside = begun(folder) or (final.is_dir() and any(final.iterdir()))
+    home = final if inside else folder / f"{FOLDER}.{os.getpid()}-{uuid.uuid4().hex[:8]}.upcycle.tmp"
     make_folder(home)
-    sweep(home)
     (home / RECORD).unlink(missing_ok=True)  # without the record the rest is ignored
     held = {path.name: path.read_bytes() for path in origin.files}
     held[CONFIG] = json.dumps(dict(origin.config), indent=2).encode() + b"\n"
@@ -101,6 +107,8 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
     if origin.dense.carried is not None:
         record["tensors"] = [(stored.name, stored.shape, stored.dtype) for stored in origin.tensors]
     write_atomic(home / RECORD, publish.signed(json.loads(json.dumps(record))))
+    if home != final:
+        publish.rename(home, final)
 
 
 def kept(folder: Path) -> Origin:

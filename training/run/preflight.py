@@ -43,6 +43,7 @@ from training.run.parts import origin_of, taught_by, whole_on_meta
 from upcycle.arch.siblings import text_of
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.schema import UpcycleConfig
+from upcycle.io import disk
 from upcycle.io.job import check_apart, check_ours
 
 CHECKPOINTS = "checkpoints"  # folder in the run's folder
@@ -165,7 +166,7 @@ def folders_read(config: TrainConfig) -> list[str]:
 
 def check_own(output: Path) -> None:
     """Raise a ValueError if the output folder holds something that is not a run, such as a model."""
-    held = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
+    held = sorted(path.name for path in output.iterdir() if not hardly_begun(path)) if output.is_dir() else []
     begun = standalone.begun(output) or found(output / CHECKPOINTS) or any((output / ISLANDS).glob("log-*"))
     if not begun and (others := [name for name in held if not LEFT.fullmatch(name)]):
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
@@ -173,6 +174,12 @@ def check_own(output: Path) -> None:
             f"output={output} holds {', '.join(others[:3])}{more}, and is not a run; write output=FOLDER for a "
             "folder that is new, empty, or of the run to resume"
         )
+
+
+def hardly_begun(path: Path) -> bool:
+    """Return whether a path is the folder of a run's model, and was killed before it had a file."""
+    names = [each.name for each in path.iterdir()] if path.name == standalone.FOLDER and path.is_dir() else [path.name]
+    return all(disk.TEMPORARY.fullmatch(name) for name in names)
 
 
 def check_writable(name: str, folder: Path) -> None:

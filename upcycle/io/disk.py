@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -241,11 +242,11 @@ def renamed(scratch: Path, path: Path) -> Iterator[None]:
 
 
 def sweep(folder: Path, names: Collection[str] | None = None) -> None:
-    """Remove temporary files that killed processes left, of these names or of all; no process may be writing them."""
+    """Remove temporary files and folders of killed processes, of these names or of all; nobody may be writing them."""
     for path in folder.iterdir():
         left = TEMPORARY.fullmatch(path.name)
         if left and (names is None or left[1] in names):
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from evaluation.__main__ import main as evaluation
 from tests.unit.training.test_train import WORDS, place
+from training.checkpoint import standalone
 from training.checkpoint.state import found
 from upcycle.__main__ import main
 
@@ -32,6 +33,39 @@ def run(place: Path) -> Path:
     """A run at its end, with adapters."""
     assert main(trains(place, f"output={place / 'run'}", "lora.rank=2")) == 0
     return place / "run"
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_run_that_was_killed_while_it_kept_its_model_starts_again(
+    at: int, place: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its record is on the disk, nothing of the model has a name that a run's folder would not know."""
+    real, calls = standalone.write_atomic, [0]
+
+    def killed(path: Path, data: bytes) -> None:
+        calls[0] += 1
+        if calls[0] == at:
+            raise Killed
+        real(path, data)
+
+    words = trains(place, f"output={tmp_path / 'run'}", "lora.rank=2")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(standalone, "write_atomic", killed)
+        main(words)
+    assert main(words) == 0
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {path.name for path in run.iterdir()}
+
+
+def test_an_empty_folder_for_the_model_of_a_killed_run_is_taken(place: Path, tmp_path: Path) -> None:
+    left = tmp_path / "run" / "origin"
+    left.mkdir(parents=True)
+    (left / "observed.safetensors.12-0a1b2c3d.upcycle.tmp").write_bytes(b"half")
+    assert main(trains(place, f"output={tmp_path / 'run'}")) == 0
+    assert not list(left.glob("*.tmp")) and (left / "origin.json").is_file()
 
 
 COMMANDS = {
