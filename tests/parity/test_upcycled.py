@@ -211,6 +211,12 @@ def formula(block: Any, config: UpcycledConfig, x_TD: Tensor) -> Tensor:
         h = act[config.hidden_act](linear(mlp.gate_proj, x)) * up if config.gated else act[config.hidden_act](up)
         return linear(mlp.down_proj, h)
 
+    def expert(i: int, x: Tensor) -> Tensor:
+        if not hasattr(block.experts, "gate_up_proj"):
+            return ffn(block.experts.get_submodule(str(i)), x)
+        gate, up = (block.experts.gate_up_proj[i] @ x).chunk(2)
+        return block.experts.down_proj[i] @ (act[config.hidden_act](gate) * up)
+
     rows = []
     for x in x_TD:
         logits = block.gate.weight @ x
@@ -225,7 +231,7 @@ def formula(block: Any, config: UpcycledConfig, x_TD: Tensor) -> Tensor:
         weight = {i: scores[i] for i in chosen}
         if config.norm_topk_prob or (config.scoring_func == "softmax" and config.router_order == "topk-then-softmax"):
             weight = {i: w / sum(weight.values()) for i, w in weight.items()}
-        y = sum(w * ffn(block.experts[i], x) for i, w in weight.items()) * config.routed_scaling_factor
+        y = sum(w * expert(i, x) for i, w in weight.items()) * config.routed_scaling_factor
         rows.append(y + ffn(block.shared_experts, x) if config.shared_expert_intermediate_size else y)
     return torch.stack(rows)
 
@@ -248,18 +254,19 @@ FORMS: dict[str, dict[str, Any]] = {
         "hidden_act": "gelu", "mlp_bias": True, "expert_widths": [2, 3, 5, 8, 13], "num_experts_per_tok": 3,
         "shared_expert_intermediate_size": 6, "scoring_func": "sigmoid", "norm_topk_prob": False,
     },
-    "each slice": {"expert_widths": [6] * 8, "num_experts_per_tok": 4, "expert_slices": 4},
+    "each slice": {"expert_widths": [8] * 8, "num_experts_per_tok": 4, "expert_slices": 4},
     "each slice by sigmoid": {
-        "expert_widths": [6] * 6, "num_experts_per_tok": 4, "expert_slices": 2, "scoring_func": "sigmoid",
+        "expert_widths": [8] * 6, "num_experts_per_tok": 4, "expert_slices": 2, "scoring_func": "sigmoid",
     },
     "one expert per token": {"num_experts_per_tok": 1},
     "all experts": {"num_experts_per_tok": 5},
 }  # fmt: skip
 
 
-def block_of(form: dict[str, Any], seed: int = 0) -> tuple[Any, UpcycledConfig]:
-    settings = {"hidden_size": 12, "expert_widths": [6] * 5, "num_experts_per_tok": 2, "routed_scaling_factor": 1.7}
+def block_of(form: dict[str, Any], seed: int = 0, experts: str = "eager") -> tuple[Any, UpcycledConfig]:
+    settings = {"hidden_size": 16, "expert_widths": [8] * 5, "num_experts_per_tok": 2, "routed_scaling_factor": 1.7}
     config = UpcycledConfig(**settings | form)
+    config._experts_implementation = experts
     block, generator = UpcycledMoE(config).double(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, tensor in sorted(block.state_dict().items()):
@@ -267,10 +274,31 @@ def block_of(form: dict[str, Any], seed: int = 0) -> tuple[Any, UpcycledConfig]:
     return block, config
 
 
+STACKED = [form for form in FORMS if block_of(FORMS[form])[1].has_stacked_experts]
+
+
+@pytest.mark.parametrize("form", STACKED)
+def test_grouped_products_are_the_loop(form: str) -> None:
+    """Values and gradients, in float32, which torch's grouped products want."""
+    assert 1 < len(STACKED) < len(FORMS)
+    x = torch.randn(21, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    found = []
+    for experts in ("eager", "grouped_mm", "batched_mm"):
+        block = block_of(FORMS[form], experts=experts)[0].float()
+        y = block(x)
+        probe = torch.linspace(-1, 1, x.numel()).view_as(x)
+        found.append([y, *torch.autograd.grad((y * probe).sum(), [x, *block.experts.parameters()])])
+    for other in found[1:]:
+        for got, want in zip(other, found[0], strict=True):
+            assert error(got, want) < 1e-5
+    block.experts.gate_up_proj.data[:, 0] *= 1.5
+    assert error(block(x), found[0][0]) > BROKEN
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_moe_is_its_formula(form: str) -> None:
     block, config = block_of(FORMS[form])
-    x = torch.randn(3, 7, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
     got, want = block(x), formula(block, config, x.flatten(0, 1)).view_as(x)
     assert error(got, want) < 1e-12
     inputs = [x, *block.parameters()]
@@ -283,7 +311,10 @@ def test_moe_is_its_formula(form: str) -> None:
             assert error(got_grad, want_grad) < 1e-10
     busiest = torch.bincount(block.gate(x.flatten(0, 1))[2].flatten()).argmax()
     with torch.no_grad():
-        block.experts[int(busiest)].up_proj.weight[0] *= 1.5
+        experts = dict(block.experts.named_parameters())
+        experts.get(
+            f"{busiest}.down_proj.weight", block.experts.down_proj[busiest] if config.has_stacked_experts else None
+        )[0] *= 1.5
         assert error(block(x), want) > BROKEN
         assert float((want - want.mean()).abs().max()) > 0.1
 
@@ -296,14 +327,14 @@ def test_moe_is_its_formula(form: str) -> None:
 @torch.no_grad()
 def test_moe_formula_sees_every_setting(wrong: dict[str, Any]) -> None:
     block, config = block_of({})
-    x = torch.randn(9, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.randn(9, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     assert error(block(x), formula(block, UpcycledConfig(**config.to_dict() | wrong), x)) > BROKEN
 
 
 @torch.no_grad()
 def test_correction_bias_chooses_but_does_not_weigh() -> None:
     block, _ = block_of({"scoring_func": "sigmoid", "norm_topk_prob": False})
-    x = torch.randn(20, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.randn(20, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     block.gate.e_score_correction_bias.copy_(torch.tensor([0.0, 0.0, 9.0, 0.0, 9.0]))
     _, weight, chosen = block.gate(x)
     assert torch.equal(chosen.sort(-1).values, torch.tensor([2, 4]).expand(20, 2))
@@ -318,10 +349,10 @@ def test_ties_keep_a_virtual_group_whole(score: str) -> None:
     block, _ = block_of(form)
     if score == "sigmoid":
         block.gate.e_score_correction_bias.zero_()
-    rows = torch.randn(8, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rows[5] = rows[2]  # two groups of eight that always tie
     block.gate.weight.copy_(rows.repeat_interleave(8, 0))
-    x = torch.randn(200, 12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    x = torch.randn(200, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     groups = block.gate(x)[2] // 8
     assert bool((groups == groups[:, :1]).all())
     assert 2 in groups and 5 not in groups  # the lower index first
@@ -333,7 +364,7 @@ def test_ties_keep_a_virtual_group_whole(score: str) -> None:
 def test_router_is_float32_in_a_bf16_model() -> None:
     block, config = block_of({"expert_widths": [2] * 64, "num_experts_per_tok": 8})
     block = block.bfloat16()
-    x = torch.randn(500, 12, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(500, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
     _, weight, chosen = block.gate(x)
     logits = x.float() @ block.gate.weight.float().T
     want = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :8]

@@ -36,7 +36,7 @@ from upcycle.io.job import JOB
 
 # targets whose experts transformers stacks as mlp.experts.gate_up_proj and down_proj, whatever their names on disk
 STACKED = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
-APART = ("upcycled",)  # its modelling file has each expert's matrices as modules
+OURS = "upcycled"  # its modelling file stacks experts that fused kernels compute, and has those of others as modules
 WEIGHTS, ADAPTERS = "adapter_model.safetensors", "adapter_config.json"
 DENSE = "model.layers.{}.mlp.down_proj"
 Adapter = tuple[str, bool, Tensor, Tensor]  # (target, whether it is a bare parameter, A, B), as peft stores them
@@ -47,9 +47,9 @@ def check_peft(lora: LoraConfig, origin: Origin) -> None:
     if not lora.export:
         return
     kind = str(origin.config.get("model_type"))
-    if isinstance(origin.spec, MoESpec) and kind not in (*STACKED, *APART):
+    if isinstance(origin.spec, MoESpec) and kind not in (*STACKED, OURS):
         raise ValueError(
-            f"lora.export knows the modules of {', '.join((*STACKED, *APART))}, and this model is {kind}; write "
+            f"lora.export knows the modules of {', '.join((*STACKED, OURS))}, and this model is {kind}; write "
             "export=FOLDER, which has the adapters merged"
         )
     if any(len(stored.roles) > 1 and stored.roles[0][1] for stored in origin.tensors):
@@ -103,7 +103,7 @@ def write_folder(folder: Path, weights: Weights, origin: Origin, lora: LoraConfi
 def adapters(weights: Weights, origin: Origin) -> Iterator[Adapter]:
     """Yield all adapters of the model."""
     model, whole = weights.model, weights.whole
-    stacked = origin.config.get("model_type") in STACKED
+    stacked = is_stacked(origin)
     names = {role: stored.name.removesuffix(".weight") for stored in origin.tensors for role, _ in stored.roles}
     for name, module in adaptable(model):
         role = name.replace(".attention.", ".").replace(".ffn.", ".")
@@ -129,6 +129,15 @@ def adapters(weights: Weights, origin: Origin) -> Iterator[Adapter]:
             for half, matrix in enumerate(("gate", "up") if module.gated else ("up",)):
                 yield names[f"{role}.{i}.{matrix}.weight"], False, up[0][i].T, halves[i, half, :width]
             yield names[f"{role}.{i}.down.weight"], False, down[0][i, :width].T, down[1][i]
+
+
+def is_stacked(origin: Origin) -> bool:
+    """Return whether transformers holds the experts of a layer in two parameters."""
+    if origin.config.get("model_type") != OURS:
+        return origin.config.get("model_type") in STACKED
+    from upcycle.arch.remote.modeling_upcycled import UpcycledConfig  # imports transformers
+
+    return bool(UpcycledConfig(**origin.config).has_stacked_experts)
 
 
 def in_transformers(name: str) -> str:

@@ -23,6 +23,9 @@ from torch.nn import functional
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.integrations.moe import use_experts_implementation
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
@@ -92,6 +95,7 @@ class UpcycledConfig(PretrainedConfig):
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         if self.attention_multiplier is None:
             self.attention_multiplier = self.head_dim**-0.5
+        self.base_model_tp_plan = self.tensor_parallel_plan()  # type: ignore[misc]  # vLLM may set it
         super().__post_init__(**kwargs)
 
     @property
@@ -108,6 +112,41 @@ class UpcycledConfig(PretrainedConfig):
     def moe_intermediate_size(self) -> int:
         """Return the number of neurons in the widest expert, under the name that vLLM reads."""
         return max(self.expert_widths, default=0)
+
+    @property
+    def has_stacked_experts(self) -> bool:
+        """Return whether fused kernels can compute the experts: gated SiLU, one width, no biases, rows of 16 bytes."""
+        sizes = {*self.expert_widths, self.hidden_size}
+        gated_silu = self.gated and self.hidden_act == "silu" and not self.mlp_bias
+        return gated_silu and len({*self.expert_widths}) == 1 and all(size % 8 == 0 for size in sizes)
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """Return how transformers and vLLM divide each matrix among devices."""
+        experts, plan = "layers.*.mlp.experts", dict[str, str]()
+        if self.qk_norm != "full":  # this norm needs all heads, so each device computes the whole attention
+            plan |= {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+            plan["layers.*.self_attn.o_proj"] = "rowwise"
+        ffns = {
+            "layers.*.mlp": len(self.moe_layers) < self.num_hidden_layers,
+            "layers.*.mlp.shared_experts": self.moe_layers and self.shared_expert_intermediate_size,
+            f"{experts}.*": self.moe_layers and not self.has_stacked_experts,
+        }
+        for ffn in (name for name, present in ffns.items() if present):
+            names = {"gate_proj", "up_proj"} if self.gated else {"up_proj"}
+            plan |= {f"{ffn}.{name}": "colwise" for name in sorted(names)} | {f"{ffn}.down_proj": "rowwise"}
+        if self.moe_layers and self.has_stacked_experts:
+            plan |= {f"{experts}.gate_up_proj": "packed_colwise", f"{experts}.down_proj": "rowwise"}
+            plan[experts] = "moe_tp_experts"
+        return plan
+
+    @property
+    def base_model_ep_plan(self) -> dict[str, str]:  # type: ignore[override]
+        """Return how transformers divides stacked experts among devices; it is empty for others and before 5.21."""
+        if not self.has_stacked_experts or "ep_dispatch_experts" not in ALL_PARALLEL_STYLES:
+            return {}
+        experts = "layers.*.mlp.experts"
+        plan = {f"{experts}.{name}": "grouped_gemm" for name in ("gate_up_proj", "down_proj")}
+        return plan | {experts: "ep_dispatch_experts"}
 
 
 class UpcycledNorm(nn.Module):
@@ -322,52 +361,64 @@ class UpcycledRouter(nn.Module):
         return logit_TN, weight_TK * config.routed_scaling_factor, expert_TK
 
 
-def sum_of_experts(experts: nn.Module, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Return the weighted sum of the outputs of each token's experts."""
+def sum_of_experts(
+    run: Callable[[int, Tensor], Tensor], experts: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor
+) -> Tensor:
+    """Return the weighted sum of run(e, rows) over each token's experts e; numbers from `experts` on add nothing."""
     flat, per_token = expert_TK.flatten(), expert_TK.shape[1]
-    order = flat.argsort(stable=True)  # the rows of one expert become neighbours
-    token = order // per_token
-    named = dict(experts.named_children())
-    rows = x_TD[token].split(flat.bincount(minlength=len(named)).tolist())
-    out = torch.cat([named[str(index)](each) for index, each in enumerate(rows) if len(each)])
+    count = flat.bincount(minlength=experts)[:experts].tolist()
+    order = flat.argsort(stable=True)[: sum(count)]  # the rows of one expert become neighbours
     y_TD = torch.zeros_like(x_TD, dtype=weight_TK.dtype)  # add up in float32 and round once
-    y: Tensor = y_TD.index_add_(0, token, out * weight_TK.flatten()[order, None]).to(x_TD.dtype)
-    return y
+    for index, rows in enumerate(order.split(count)):
+        if len(rows):
+            token = rows // per_token
+            y_TD = y_TD.index_add(0, token, run(index, x_TD[token]) * weight_TK.flatten()[rows, None])
+    return y_TD.to(x_TD.dtype)
 
 
-class UpcycledExperts(nn.ModuleList):
-    """The routed experts of a layer; vLLM replaces a list of this name by fused experts with the same arguments."""
+@use_experts_implementation
+class UpcycledExperts(nn.Module):
+    """The routed experts of a layer, stacked, so that transformers and vLLM can run them with their fused kernels."""
+
+    def __init__(self, config: UpcycledConfig) -> None:
+        super().__init__()
+        self.num_experts, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * width, hidden))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, hidden, width))
+        self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        return sum_of_experts(self, x_TD, expert_TK, weight_TK)
+        def run(index: int, x_RD: Tensor) -> Tensor:
+            gate, up = functional.linear(x_RD, self.gate_up_proj[index]).chunk(2, dim=-1)
+            return functional.linear(self.act_fn(gate) * up, self.down_proj[index])
+
+        return sum_of_experts(run, self.num_experts, x_TD, expert_TK, weight_TK)
 
 
 class UpcycledLooseExperts(nn.Module):
-    """Experts that the fused kernels of vLLM would compute wrongly: they assume gated SiLU, one width and no biases.
+    """Experts that fused kernels refuse or, in vLLM, compute wrongly, because these assume gated SiLU and one width.
 
-    vLLM does not replace a module that is not a list. The names of its weights are the same as in a list.
+    vLLM does not replace a module that is neither a list nor stacked. The weights have the names of the checkpoint.
     """
 
-    def __init__(self, experts: list[nn.Module]) -> None:
+    def __init__(self, config: UpcycledConfig) -> None:
         super().__init__()
-        for index, expert in enumerate(experts):
-            self.add_module(str(index), expert)
-
-    def __getitem__(self, index: int) -> nn.Module:
-        return self.get_submodule(str(index))
+        for index, width in enumerate(config.expert_widths):
+            self.add_module(str(index), UpcycledMLP(config, width))
 
     def forward(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        return sum_of_experts(self, x_TD, expert_TK, weight_TK)
+        def run(index: int, x_RD: Tensor) -> Tensor:
+            y_RD: Tensor = self.get_submodule(str(index))(x_RD)
+            return y_RD
+
+        return sum_of_experts(run, len(self._modules), x_TD, expert_TK, weight_TK)
 
 
 class UpcycledMoE(nn.Module):
     def __init__(self, config: UpcycledConfig) -> None:
         super().__init__()
         self.gate = UpcycledRouter(config)
-        experts: list[nn.Module] = [UpcycledMLP(config, width) for width in config.expert_widths]
-        fused = config.gated and config.hidden_act == "silu" and not config.mlp_bias
-        fused = fused and len(set(config.expert_widths)) == 1
-        self.experts = UpcycledExperts(experts) if fused else UpcycledLooseExperts(experts)
+        self.experts = (UpcycledExperts if config.has_stacked_experts else UpcycledLooseExperts)(config)
         shared = config.shared_expert_intermediate_size
         self.shared_experts = UpcycledMLP(config, shared) if shared else None
 
@@ -471,9 +522,16 @@ class UpcycledPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, UpcycledNorm | UpcycledRouter):
             module.reset()
+        elif isinstance(module, UpcycledExperts):
+            nn.init.normal_(module.gate_up_proj, std=self.config.initializer_range)
+            nn.init.normal_(module.down_proj, std=self.config.initializer_range)
 
 
 class UpcycledModel(UpcycledPreTrainedModel):
+    def __new__(cls, config: UpcycledConfig, *_: Any, **__: Any) -> "UpcycledModel":
+        made: UpcycledModel = super().__new__(UpcycledStackedModel if config.has_stacked_experts else cls)
+        return made
+
     def __init__(self, config: UpcycledConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -516,8 +574,18 @@ class UpcycledModel(UpcycledPreTrainedModel):
         return MoeModelOutputWithPast(last_hidden_state=self.norm(x), **held)
 
 
+class UpcycledStackedModel(UpcycledModel):
+    """A model with UpcycledExperts: when transformers or peft load weights, they stack the matrices of the experts."""
+
+
+register_checkpoint_conversion_mapping(
+    UpcycledStackedModel.__name__, get_checkpoint_conversion_mapping("qwen2_moe"), overwrite=True
+)
+
+
 class UpcycledForCausalLM(UpcycledPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: UpcycledConfig) -> None:
         super().__init__(config)
