@@ -19,8 +19,8 @@ class FactsConfig(WriteConfig):
     readings: float = 2.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_values(self, "", {"readings": above_zero(most=1000)})
+        super().__post_init__()
 
 
 def make(config: FactsConfig, tokenizer: str) -> int:
