@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +27,8 @@ from training.checkpoint import layout
 from training.checkpoint.layout import Origin
 from training.model.decoder import Decoder
 from upcycle.__main__ import main as upcycle
+
+ROOT = Path(__file__).parents[3]
 
 MOE = ("target=mixtral", "method.name=drop", "experts=4", "top_k=2", "router.init.std=0.3")
 
@@ -229,3 +234,13 @@ def test_a_request_has_a_name_of_its_own() -> None:
     assert key("score", a, b) == key("score", a.copy(), b)
     others = [key("write", a, b), key("score", b, a), key("score", a[:2], np.concatenate([a[2:], b])), key("score", a)]
     assert len({key("score", a, b), *others}) == 5
+
+
+def test_an_evaluation_that_is_killed_ends_with_the_same_digits() -> None:
+    """SIGKILL a real process of `upcycle eval` before one of its writes and at a random moment, and run it again."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.crashes", "eval", "--kinds", "kill", "moment", "--each", "2"],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
+    assert "killed" in ran.stdout and " 0 faults" in ran.stdout

@@ -245,7 +245,7 @@ def test_a_command_of_one_file_removes_what_a_killed_one_left(tmp_path: Path) ->
 # ---- crashes
 
 
-QUICK = ("convert", "prepare", "results", "islands", "compare", "plan", "eval")
+QUICK = ("convert", "prepare", "results", "islands", "compare", "plan")
 
 
 def test_crashed_at_any_call_a_command_ends_with_the_same_bytes() -> None:
