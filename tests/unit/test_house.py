@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,3 +60,10 @@ def test_the_loop_is_one_page() -> None:
 def test_depth_counts_blocks_and_not_elif() -> None:
     source = "def f():\n if a:\n  for b in c:\n   pass\n elif d:\n  pass\n"
     assert depth(ast.parse(source).body[0]) == 2
+
+
+def test_ci_only_reads_and_pins_actions_by_commit() -> None:
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert re.search(r"^permissions: \{ contents: read \}$", text, re.MULTILINE)
+    used = re.findall(r"uses: (\S+)", text)
+    assert used and all(re.fullmatch(r"\S+@[0-9a-f]{40}", each) for each in used), used

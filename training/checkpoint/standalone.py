@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -79,12 +80,25 @@ class Record(TypedDict):
 
 def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
     """Write RUN/origin from the Origin of the model that `config` names."""
-    final, plan = folder / FOLDER, origin.plan
+    final = folder / FOLDER
     if final.is_dir():
         sweep(final)
     # a folder with half of the files would not be known as a run's, so it gets its name with the record in it
     inside = begun(folder) or (final.is_dir() and any(final.iterdir()))
     home = final if inside else folder / f"{FOLDER}.{os.getpid()}-{uuid.uuid4().hex[:8]}.upcycle.tmp"
+    try:
+        fill(home, origin, config)
+        if home != final:
+            publish.rename(home, final)
+    except BaseException:
+        if home != final:
+            shutil.rmtree(home, ignore_errors=True)
+        raise
+
+
+def fill(home: Path, origin: Origin, config: ModelConfig) -> None:
+    """Write an Origin's files into a folder, its record last."""
+    plan = origin.plan
     make_folder(home)
     (home / RECORD).unlink(missing_ok=True)  # without the record the rest is ignored
     held = {path.name: path.read_bytes() for path in origin.files}
@@ -107,8 +121,6 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
     if origin.dense.carried is not None:
         record["tensors"] = [(stored.name, stored.shape, stored.dtype) for stored in origin.tensors]
     write_atomic(home / RECORD, publish.signed(json.loads(json.dumps(record))))
-    if home != final:
-        publish.rename(home, final)
 
 
 def kept(folder: Path) -> Origin:

@@ -13,6 +13,7 @@ damaged one.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -239,7 +240,10 @@ class Journal:
         number = self.number + 1
         scratch = self.folder / f"{self.snapshot(number).name}.{os.getpid()}-00000000.upcycle.tmp"
         with disk.renamed(scratch, self.snapshot(number)), disk.naming(scratch):
-            save_file(tensors, scratch, {"facts": json.dumps(facts)})
+            try:
+                save_file(tensors, scratch, {"facts": json.dumps(facts)})
+            except SafetensorError as error:  # the disk refused it
+                raise OSError(errno.EIO, f"cannot be written ({error})") from error
             with open(scratch, "rb") as file:
                 os.fsync(file.fileno())
             log = open(self.log(number), "w+b", buffering=0)  # noqa: SIM115

@@ -177,6 +177,12 @@ def test_a_push_that_the_disk_refuses_halfway_leaves_nothing_in_the_log(tmp_path
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.filename == str(log) and log.stat().st_size == size
     journal.add(frames.PUSH, "a", 1, data)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, hard))
+    try:
+        with pytest.raises(OSError, match=r"cannot be written \(.*File too large.*snapshot-1"):
+            journal.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     journal.close()
     again, journal, server = islands.made(tmp_path)
     server.close()
