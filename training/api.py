@@ -58,7 +58,7 @@ def export(run: str | PathLike[str], output: str | PathLike[str]) -> int:
         raise ValueError(f"{source} is not a training run or a checkpoint; give the folder that contains checkpoints/")
     if target.exists():
         check_apart("output", target, [home], "-exported")
-        raise ValueError(f"{target} exists already; remove it or choose another folder to export to")
+    exporting.check_new(target)
     origin = standalone.kept(home)
     with processes("cpu"):
         with torch.device("meta"):

@@ -190,10 +190,7 @@ def finish(
 @contextmanager
 def unfinished(partial: Path, folder: Path, names: list[str]) -> Iterator[None]:
     """Let only this process write `partial`, with files of these names; remove those of a killed export."""
-    if folder.exists():
-        if read_manifest(folder):
-            shutil.rmtree(folder / JOB, ignore_errors=True)  # left if a kill came right after the rename
-        raise ValueError(f"{folder} exists already; remove it or choose another folder to export to")
+    check_new(folder)
     before = read_json(partial / JOB / "job.json")
     with explained(partial), job(partial, {"export": names}, Worker(), lambda: None):
         check_first(partial, folder)
@@ -202,6 +199,14 @@ def unfinished(partial: Path, folder: Path, names: list[str]) -> Iterator[None]:
                 (partial / Path(name).name).unlink(missing_ok=True)
         disk.sweep(partial)
         yield
+
+
+def check_new(folder: Path) -> None:
+    """Raise a ValueError if an export's folder exists."""
+    if folder.exists():
+        if read_manifest(folder):
+            shutil.rmtree(folder / JOB, ignore_errors=True)  # left if a kill came right after the rename
+        raise ValueError(f"{folder} exists already; remove it or choose another folder to export to")
 
 
 def exported(folder: Path) -> bool:

@@ -58,6 +58,7 @@ def test_any_checkpoint_is_exported_and_so_is_a_finished_run(
     second, last = (load_file(tmp_path / name / "model.safetensors") for name in ("second", "last"))
     assert second.keys() == last.keys() and not any(torch.equal(second[n], last[n]) for n in last if "q_proj" in n)
 
+    (tmp_path / "last" / ".upcycle").mkdir()  # left by a kill right after the rename
     for given, says in (
         ([str(run), str(tmp_path / "last")], "exists already; remove it"),
         ([str(run), str(run)], "is the same as"),
@@ -68,6 +69,7 @@ def test_any_checkpoint_is_exported_and_so_is_a_finished_run(
     ):
         assert export_main(given) == 2
         assert says in capsys.readouterr().err
+    assert not (tmp_path / "last" / ".upcycle").exists()
 
     # started again with another folder, and with fewer steps than it has
     for name, steps in (("again", 4), ("fewer", 3)):
