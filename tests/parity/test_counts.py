@@ -66,10 +66,8 @@ def counted(folder: Path) -> float:
     """Return the FLOPs per token that torch counts in a forward pass; it does not count attention's on a CPU."""
     kind = json.loads((folder / "config.json").read_text())
     auto = AutoModelForImageTextToText if "vision_config" in kind else AutoModelForCausalLM
-    named = {} if "auto_map" in kind else {"experts_implementation": "eager"}
-    model = auto.from_pretrained(
-        folder, attn_implementation="sdpa", trust_remote_code="auto_map" in kind, **named
-    ).eval()
+    eager = {"attn_implementation": "sdpa", "experts_implementation": "eager"}  # torch does not count grouped products
+    model = auto.from_pretrained(folder, trust_remote_code="auto_map" in kind, **eager).eval()
     with FlopCounterMode(display=False) as counter:
         model(tiny.tokens(1, LENGTH), use_cache=False)
     return counter.get_total_flops() / LENGTH

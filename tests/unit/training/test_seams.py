@@ -89,6 +89,7 @@ NAMED = {
     "training/config/schema.py": {"grouped"},
     "training/parallel/mesh.py": {"alltoall"},
     "upcycle/cli/frame.py": {"quack"},  # a package
+    "upcycle/arch/remote/modeling_upcycled.py": {"grouped_gemm"},  # transformers' own word
 }
 
 

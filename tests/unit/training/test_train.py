@@ -116,7 +116,9 @@ def test_the_watch_is_told_what_a_run_does_in_order(
     monkeypatch.setattr(Watch, "enter", lambda self, part: told.append(part))
     for kind, name in ((Metrics, "sync"), (Checkpoints, "save")):
         real = getattr(kind, name)
-        monkeypatch.setattr(kind, name, lambda *inputs, name=name, real=real: (told.append(name), real(*inputs))[1])
+        monkeypatch.setattr(
+            kind, name, lambda *inputs, name=name, real=real, **keys: (told.append(name), real(*inputs, **keys))[1]
+        )
     train(config(place, tmp_path / "run", "schedule.warmup=0", steps=1))
     micro_batch = ["forward", "", "backward", ""]
     assert told == [
