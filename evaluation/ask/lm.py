@@ -218,7 +218,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         """Return whether a text ends: with a token that ends texts, or with a stop word.
 
         HFLM searches few tokens, and a decoder may show a stop word in them that it does not show in more (after bytes
-        that are no UTF-8), or the other way round (a word of other tokens). In the second case HFLM writes on, and cuts
+        that break UTF-8), or the other way round (a word of other tokens). In the second case HFLM writes on, and cuts
         the text at the word afterwards, which gives the same text."""
         if tokens[-1] in self.stops:
             return True
