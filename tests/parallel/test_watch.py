@@ -26,6 +26,7 @@ from ranks import forked
 
 from training.dispatch.alltoall import exchange
 from training.observe.profiling import Phases
+from training.parallel import standing as places
 from training.parallel import watch as watch_module
 from training.parallel.processes import PATIENCE, processes
 from training.parallel.standing import Entered, standing
@@ -284,3 +285,23 @@ def test_a_stack_names_the_collective_and_who_called_it() -> None:
         found = where(lambda: exchange(torch.ones(2), [1, 1], [1, 1], mock.MagicMock()))
     assert re.fullmatch(r"at exchange, training/dispatch/alltoall.py:\d+, for all_to_all_single", found), found
     assert re.fullmatch(r"at alone, tests/parallel/test_watch.py:\d+", where(alone))
+
+
+@pytest.mark.parametrize("root", ["/home/me/upcycle", "/usr/lib/python3.12/site-packages"])
+def test_a_place_is_in_our_code_in_a_checkout_and_in_an_installed_package(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "ROOT", Path(root))
+
+    def place(*files: str) -> places.Place:
+        """The place of a stack whose functions are in these files, the innermost first."""
+        frames = []
+        for file in files:
+            names: dict[str, Any] = {}
+            exec(compile("import sys\ndef here(): return sys._getframe()", f"{root}/{file}", "exec"), names)
+            frames.append((names["here"](), 7))
+        return places.read_stack(frames)
+
+    others = ["numpy/core.py", ".venv/lib/python3.12/site-packages/training/loop.py", "torch/nn/functional.py"]
+    assert place(*others, "training/run/step.py", "upcycle/cli/main.py").ours == "at here, training/run/step.py:7"
+    assert place(*others).ours == ""

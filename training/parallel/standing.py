@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]  # a checkout, which may hold a virtual environment, or the folder of installed packages
+OURS = tuple(f"{name}{os.sep}" for name in ("upcycle", "training", "evaluation", "benchmarks", "tests"))
 TORCH = str(Path(dist.__file__).parent)
 COLLECTIVES = distributed_c10d.__file__
 PLAIN = str(Path(__file__).with_name("collectives.py"))  # its callers say more than this file
@@ -108,7 +109,7 @@ def read_stack(frames: Frames, call: str = "") -> Place:
     ours, found, backward, paused = "", "", False, False
     for number, (frame, line) in enumerate(frames):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        mine = file.startswith(f"{ROOT}{os.sep}") and "site-packages" not in file
+        mine = file.startswith(f"{ROOT}{os.sep}") and file.removeprefix(f"{ROOT}{os.sep}").startswith(OURS)
         paused |= number == 0 and file == threading.__file__
         if number == 0 and (mine or file.startswith(TORCH)) and WAITING.search(linecache.getline(file, line)):
             found = "a message" if mine else name

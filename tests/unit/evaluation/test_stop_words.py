@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -55,8 +56,8 @@ def written(tokenizer: PreTrainedTokenizerFast, tokens: list[int], criteria: boo
 
 
 @pytest.mark.parametrize("make", [byte_fallback, byte_level])
-def test_texts_end_where_hflm_ends_them(make: object) -> None:
-    tokenizer = make()  # type: ignore[operator]
+def test_texts_end_where_hflm_ends_them(make: Callable[[], PreTrainedTokenizerFast]) -> None:
+    tokenizer = make()
     lm = DecoderLM(Engine(models.make("dense"), 64, progress=False), tokenizer)
     rng, broken = random.Random(0), 0
     # bytes of a newline, of letters, of the two halves of é and of no character at all are the likeliest
