@@ -24,7 +24,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-ROOT = Path(__file__).parents[2]  # a checkout, which may hold a virtual environment, or the folder of installed packages
+ROOT = Path(__file__).parents[
+    2
+]  # a checkout, which may hold a virtual environment, or the folder of installed packages
 OURS = tuple(f"{name}{os.sep}" for name in ("upcycle", "training", "evaluation", "benchmarks", "tests"))
 TORCH = str(Path(dist.__file__).parent)
 COLLECTIVES = distributed_c10d.__file__
