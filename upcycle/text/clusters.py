@@ -85,7 +85,8 @@ def nearness(centre_ND: Tensor, price_N1: Tensor, mean_D: Tensor, agreed_D: Tens
 
 def excess(cluster_T: Tensor, count: int) -> Tensor:
     """Return the logarithm (N, 1) of each cluster's load over the mean."""
-    loads_N = torch.bincount(cluster_T, minlength=count) * (count / len(cluster_T))
+    one_T = torch.ones_like(cluster_T)  # torch.bincount would wait for the GPU
+    loads_N = cluster_T.new_zeros(count).scatter_add_(0, cluster_T, one_T) * (count / len(cluster_T))
     return loads_N.float().clamp_min(EMPTY).log()[:, None]
 
 
