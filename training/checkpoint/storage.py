@@ -230,11 +230,11 @@ class Host:
             yield tensor.cpu()
             return
         if self.stream is None:
-            self.stream = torch.cuda.Stream(tensor.device)
+            self.stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
             self.pinned = torch.empty(STAGE, dtype=torch.uint8, pin_memory=True)
         with torch.cuda.stream(self.stream):
             whole = tensor.contiguous().flatten().view(torch.uint8)
-        for part in whole.split(STAGE):
+        for part in whole.split(STAGE):  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self.stream):
                 self.pinned[: len(part)].copy_(part, non_blocking=True)
             self.stream.synchronize()
