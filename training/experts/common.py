@@ -28,7 +28,7 @@ def absent(asked: str, module: str, instead: str) -> str:
         if (error.name or "").partition(".")[0] == package:
             return f"{asked} needs the {package} package, which is not installed; {instead}"
         return f"{asked} needs the package {error.name}, which is not installed; {instead}"
-    except (ImportError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError, TypeError) as error:  # QuACK refuses some folders by a TypeError
         reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".;")
         return f"{asked} needs the {package} package, which does not import ({reason}); {instead}"
     if not torch.cuda.is_available():

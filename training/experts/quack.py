@@ -6,8 +6,8 @@ The kernels of products also compute the activation and its gradient, and read r
 backward, and applies weights when it sums the rows of a token. The package's h interleaves gate and up of each neuron;
 our weights have all gates first, which `concat_layout` tells the package."""
 
-# Tested with quack-kernels 0.3.11 on nvidia-cutlass-dsl 4.4.2, signatures compared with 0.4.1. The package's autotuner
-# would tune again for each number of rows, so this file calls the functions below it, with its own tiles.
+# Written for quack-kernels 0.6.5 on nvidia-cutlass-dsl 4.8.1, signatures compared with 0.6.2. The package's autotuner
+# would tune again for each number of rows, so each call names its tiles; gemm has no argument for them, gemm_tuned.fn has.
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from training.experts import DEFAULT, SPECIFICATION, Capabilities, ExpertWeights
 from training.experts.common import check, missing, only_bfloat16, recomputed
 from training.kernels import permute, router, swiglu
 
-PACKAGE, FIRST, BEYOND = "quack-kernels", (0, 3, 11), (0, 5)
+PACKAGE, FIRST, BEYOND = "quack-kernels", (0, 6, 2), (0, 7)
 GATED = {"silu": "swiglu", "gelu_tanh": "geglu"}  # ours: theirs
 ALIGNED = 8  # elements, 16 bytes
 
@@ -49,16 +49,14 @@ TILES: dict[str, tuple[Tile, Tile, Tile | None]] = {
 
 
 def available() -> str:
-    if why := missing("quack", "quack.gemm_interface"):
-        return why.replace("the quack package", f"the {PACKAGE} package")
-    found = importlib.metadata.version(PACKAGE)
-    if not FIRST <= tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < BEYOND:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        return f"expert_backend=quack needs a Hopper GPU, which its tiles are for, and this is another; use {DEFAULT}"
+    found = next((each.version for each in importlib.metadata.distributions(name=PACKAGE)), "")
+    if found and not FIRST <= tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < BEYOND:
         least, limit = (".".join(map(str, version)) for version in (FIRST, BEYOND))
         wanted = f"{PACKAGE} at least {least} and before {limit}"
         return f"expert_backend=quack needs {wanted}, and {found} is installed; use {DEFAULT}"
-    if torch.cuda.get_device_capability()[0] != 9:
-        return f"expert_backend=quack needs a Hopper GPU, which its tiles are for, and this is another; use {DEFAULT}"
-    return ""
+    return missing("quack", "quack.epilogue.library").replace("the quack package", f"the {PACKAGE} package")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it cannot trace QuACK's launches
@@ -213,9 +211,9 @@ def up(x: Tensor, token_R: Tensor | None, begins_E1: Tensor, up_EHD: Tensor, act
     rows, both = len(x if token_R is None else token_R), up_EHD.shape[1]
     h_RH, a_RF = x.new_empty(rows, both), x.new_empty(rows, both // 2)
     if rows:
-        package().gemm_gated_tuned.fn(
-            x, up_EHD.mT, h_RH, a_RF, activation=GATED[activation], cu_seqlens_m=begins_E1, A_idx=token_R,
-            config=tile("up" if token_R is None else "up of tokens", x.shape[1]), concat_layout=("B",),
+        package().gemm_gated(
+            x, up_EHD.mT, preact_out=h_RH, postact_out=a_RF, activation=GATED[activation], cu_seqlens_m=begins_E1,
+            A_idx=token_R, config=tile("up" if token_R is None else "up of tokens", x.shape[1]), concat_layout=("B",),
         )  # fmt: skip
     return h_RH, a_RF
 
@@ -229,12 +227,12 @@ def back(
     if not len(h_RH):
         return d_h_RH, a_RF, torch.zeros_like(weight_R)
     wide = torch.promote_types(weight_R.dtype, torch.float32)
-    d_weight_R: Tensor = package().gemm_dgated_tuned.fn(
-        d_y, down_EDF, h_RH, d_h_RH, a_RF, colvec_scale=weight_R.to(wide), activation=GATED[activation],
-        colvec_reduce=True, cu_seqlens_m=begins_E1, A_idx=token_R, dynamic_scheduler=False,
-        config=tile("back" if token_R is None else "back of tokens", d_y.shape[1]),
+    made: tuple[Tensor, Tensor, Tensor] = package().gemm_dgated(
+        d_y, down_EDF, h_RH, dx_out=d_h_RH, postact_out=a_RF, colvec_scale=weight_R.to(wide),
+        activation=GATED[activation], colvec_reduce=True, cu_seqlens_m=begins_E1, A_idx=token_R,
+        dynamic_scheduler=False, config=tile("back" if token_R is None else "back of tokens", d_y.shape[1]),
     )  # fmt: skip
-    return d_h_RH, a_RF, d_weight_R
+    return made
 
 
 def products(name: str, a_RK: Tensor, b_EKN: Tensor, begins_E1: Tensor, mixed: tuple[str, ...] | None = None) -> Tensor:

@@ -319,7 +319,9 @@ def test_a_package_that_does_not_import_says_why(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_one.py").write_text("raise OSError('libcudart.so.12: cannot open\\nsecond line')")
     (tmp_path / "broken_two.py").write_text("import no_such_package_of_ours")
+    (tmp_path / "broken_three.py").write_text("raise TypeError('no semantic key')")  # as QuACK 0.6 does
     assert "does not import (libcudart.so.12: cannot open); use" in common.missing("x", "broken_one")
+    assert "does not import (no semantic key); use" in common.missing("x", "broken_three")
     assert "needs the package no_such_package_of_ours, which is not installed" in common.missing("x", "broken_two")
 
 
@@ -407,17 +409,17 @@ def quack_stand_in() -> types.ModuleType:
         return index is None or config.cluster_n == 1
 
     def gated(
-        a: Tensor, b: Tensor, h: Tensor, act: Tensor, *, activation: str, cu_seqlens_m: Tensor, A_idx: Tensor | None,
-        config: types.SimpleNamespace, concat_layout: tuple[str, ...],
+        a: Tensor, b: Tensor, *, preact_out: Tensor, postact_out: Tensor, activation: str, cu_seqlens_m: Tensor,
+        A_idx: Tensor | None, config: types.SimpleNamespace, concat_layout: tuple[str, ...],
     ) -> None:  # fmt: skip
         assert concat_layout == ("B",) and b.stride(1) == 1 and gathers(config, A_idx)
-        h.copy_(each(a, mixed(b, 2), cu_seqlens_m, A_idx))
-        act.copy_(THEIRS[activation](h[:, 0::2]) * h[:, 1::2])
+        h = preact_out.copy_(each(a, mixed(b, 2), cu_seqlens_m, A_idx))
+        postact_out.copy_(THEIRS[activation](h[:, 0::2]) * h[:, 1::2])
 
     def dgated(
-        a: Tensor, b: Tensor, h: Tensor, d_h: Tensor, act: Tensor, *, colvec_scale: Tensor, activation: str,
+        a: Tensor, b: Tensor, h: Tensor, *, dx_out: Tensor, postact_out: Tensor, colvec_scale: Tensor, activation: str,
         colvec_reduce: bool, cu_seqlens_m: Tensor, A_idx: Tensor | None, dynamic_scheduler: bool, config: types.SimpleNamespace,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert colvec_reduce and not dynamic_scheduler and gathers(config, A_idx)
         assert colvec_scale.is_contiguous() and colvec_scale.dtype == torch.promote_types(a.dtype, torch.float32)
         d_a = each(a, b, cu_seqlens_m, A_idx)
@@ -425,9 +427,9 @@ def quack_stand_in() -> types.ModuleType:
             leaf = h.detach().clone().requires_grad_()
             plain = THEIRS[activation](leaf[:, 0::2]) * leaf[:, 1::2]
             (found,) = torch.autograd.grad(plain, leaf, d_a * colvec_scale[:, None])
-        d_h.copy_(found)
-        act.copy_(plain.detach() * colvec_scale[:, None])
-        return (plain.detach() * d_a).sum(1)
+        dx_out.copy_(found)
+        postact_out.copy_(plain.detach() * colvec_scale[:, None])
+        return dx_out, postact_out, (plain.detach() * d_a).sum(1)
 
     def gemm(
         a: Tensor, b: Tensor, out: Tensor, *, config: object, cu_seqlens_m: Tensor | None = None,
@@ -443,8 +445,12 @@ def quack_stand_in() -> types.ModuleType:
             out[e] = torch.cat([found[:, 0::2], found[:, 1::2]], 1) if concat_layout == ("out",) else found
 
     module = types.ModuleType("quack.gemm_interface")
-    for name, function in (("gemm_tuned", gemm), ("gemm_gated_tuned", gated), ("gemm_dgated_tuned", dgated)):
-        setattr(module, name, types.SimpleNamespace(fn=function))
+    for name, function in (
+        ("gemm_tuned", types.SimpleNamespace(fn=gemm)),
+        ("gemm_gated", gated),
+        ("gemm_dgated", dgated),
+    ):
+        setattr(module, name, function)
     return module
 
 
@@ -546,12 +552,12 @@ def test_quack_refuses_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="multiples of 8, and got 4 and 12; use reference"):
         quack.experts(*case((2, 1), hidden=4, width=12), "silu")
     monkeypatch.setattr(quack, "missing", lambda *_: "")
-    for version, allowed in (("0.3.11", True), ("0.4.1", True), ("0.6.5", False), ("0.3.9", False)):
-        monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for version, allowed in (("0.6.2", True), ("0.6.5", True), ("0.7.0", False), ("0.3.11", False)):
+        found = [types.SimpleNamespace(version=version)]
+        monkeypatch.setattr(importlib.metadata, "distributions", lambda found=found, **_: found)
         why = quack.available()
-        assert (why == "") == allowed and (allowed or f"before 0.5, and {version} is installed; use " in why)
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.4.1")
+        assert (why == "") == allowed and (allowed or f"before 0.7, and {version} is installed; use " in why)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert "needs a Hopper GPU" in quack.available()
 
