@@ -230,6 +230,13 @@ def dtype_of(run: Path) -> str:
     return dtype if dtype in COMPUTE else ""
 
 
+def backend_of(run: Path) -> str:
+    """Return a run's expert backend from its config, or "" if it has none."""
+    model = settings_of(run).get("model")
+    found = model.get("expert_backend") if isinstance(model, dict) else None
+    return found if isinstance(found, str) else ""
+
+
 def micro_batch_of(run: Path) -> int:
     """Return a run's micro_batch from its config, or 0."""
     found = settings_of(run).get("micro_batch")

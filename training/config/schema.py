@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 from training.config.checks import DTYPE, check_run
 from training.config.resume import ResumeConfig
 from training.data.mixture import DataConfig
+from training.experts import AUTO
 from training.islands.config import IslandsConfig
 from training.model.lora import LoraConfig
 from training.model.recompute import MODES
@@ -59,7 +60,9 @@ class ModelConfig:
     source: str = ""  # a checkpoint folder or Hub id, dense or MoE; empty with `upcycle`
     upcycle: Any = ""  # an upcycle config (file, ready name, or keys and values): the MoE is made while it loads
     random: bool = False  # start from random weights in the source's shape
-    expert_backend: str = "grouped"  # the expert kernels: a file of training/experts
+    # the expert kernels: a file of training/experts | auto: the fastest that is installed and computes this model; a
+    # resumed run keeps its own
+    expert_backend: str = AUTO
     # dtype of activations: bfloat16 | float32 | float64; "": bfloat16 on a GPU, float32 on a CPU, where bfloat16 is
     # slow; a resumed run keeps its own. Weights, moments and sums of gradients are float32
     dtype: str = ""

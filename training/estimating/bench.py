@@ -30,7 +30,7 @@ from training.parallel.mesh import ParallelMesh, check
 from training.parallel.processes import processes
 from training.parallel.shard import trouble
 from training.run.build import data_rank, learner
-from training.run.parts import hold, room, stages_of_rank
+from training.run.parts import hold, room, stages_of_rank, with_backend
 from training.run.preflight import check_optim
 from training.run.record import stepping
 from training.run.step import gradients, train_step
@@ -113,7 +113,7 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
             f"batch={config.batch} cannot be divided into micro-batches of {size or 1} sequences on {mesh.dp} "
             f"data-parallel ranks; try batch={mesh.dp * (size or 1) * max(count, 1)}"
         )
-    training = config.run(size)
+    training = with_backend(config.run(size), spec, device.type)
     check_optim(training, spec)
     parts = [build(config, training, spec, mesh, layers, device) for layers in stages_of_rank(spec, mesh)]
     run = learner(training, parts, mesh, device, learns=config.optimizer)
@@ -156,6 +156,7 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
     if mesh.world > 1:
         dist.all_reduce(memory, dist.ReduceOp.MAX)
         dist.all_reduce(retried, dist.ReduceOp.MAX)
+    config = replace(config, model=replace(config.model, expert_backend=training.model.expert_backend))
     given, defaults = flat(asdict(replace(config, architecture=None))), flat(asdict(BenchConfig()))
     return {
         "device": name,
@@ -211,7 +212,9 @@ def build(
 ) -> Decoder:
     kind = Stack if config.stack else Decoder
     with torch.device("meta"):
-        model = kind(spec, part=layers, experts=config.model.expert_backend, compute=getattr(torch, config.model.dtype))
+        model = kind(
+            spec, part=layers, experts=training.model.expert_backend, compute=getattr(torch, config.model.dtype)
+        )
         attach(model, config.lora)
     freeze(model, training.optim)
     hold(model.to(getattr(torch, config.weights)), model.compute)

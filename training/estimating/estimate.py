@@ -18,6 +18,7 @@ from training.estimating.budget import advised, amount, bill, few
 from training.estimating.mappings import AXES, Timed, data_ranks, mappings, micro_batches, ranked, refused
 from training.estimating.memory import Model, memory, sized
 from training.estimating.seconds import RANDOM, Routing, step
+from training.experts import capabilities
 from training.islands import plan as islands
 from training.islands.config import MOST
 from training.observe.flops import model_flops
@@ -231,7 +232,7 @@ def lasting(stage: Stage, spec: DenseSpec | MoESpec, world: int, card: hardware.
 def check_names(config: TrainConfig) -> None:
     """Refuse a dispatcher or an expert backend that does not exist; without this check it would count as a free one."""
     plugin.load("training.dispatch", config.mesh.dispatcher)
-    plugin.load("training.experts", config.model.expert_backend)
+    capabilities(config.model.expert_backend)
 
 
 def of_frozen(spec: DenseSpec | MoESpec, config: TrainConfig) -> str:

@@ -15,12 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from training.dispatch import Dispatcher
 from training.kernels.router import Rows
 from upcycle import plugin
 
+AUTO = "auto"  # the fastest backend that is installed and computes the model's experts
 DEFAULT = "grouped"
 SPECIFICATION = "reference"  # runs everywhere
 
@@ -46,6 +48,20 @@ class ExpertWeights:
     up_bias_EF: Tensor | None = None  # gated: (E, 2F)
     down_bias_ED: Tensor | None = None
     low: LowRank | None = None
+
+
+@dataclass(frozen=True)
+class Need:
+    """The experts that a backend is asked to compute."""
+
+    hidden: int
+    width: int  # neurons of the widest expert, or of a rank's part of it
+    dtype: torch.dtype  # of rows
+    device: str  # cuda | cpu
+    activation: str
+    gated: bool = True
+    biases: bool = False
+    adapters: bool = False
 
 
 ExpertFunction = Callable[[Tensor, Tensor, Tensor, ExpertWeights, str], Tensor]
@@ -76,6 +92,8 @@ def no_fusion(x_TD: Tensor, up: Tensor, down: Tensor, activation: str) -> TokenF
 class Capabilities:
     """The optional features of a backend."""
 
+    speed: int = -1  # `auto` tries the highest first; below 0: never
+    refuses: Callable[[Need], str] = lambda _: ""  # why it cannot compute such experts, or ""
     adapters: bool = False  # computes the adapters of model/lora.py
     waitless: bool = False  # never reads counts on the host, so that a step can be recorded as a CUDA graph
     opaque: bool = False  # torch.compile cannot trace it, so the whole MoE block is not compiled
@@ -104,9 +122,26 @@ def backend(name: str) -> Backend:
 
 
 def capabilities(name: str) -> Capabilities:
-    """Return the optional features of the backend `name`, even if it cannot run here."""
-    found: Capabilities = plugin.load("training.experts", name).CAPABILITIES
+    """Return the optional features of the backend `name`, even if it cannot run here. `auto` has those of DEFAULT."""
+    found: Capabilities = plugin.load("training.experts", DEFAULT if name == AUTO else name).CAPABILITIES
     return found
+
+
+def fastest(need: Need) -> tuple[str, str]:
+    """Return the fastest backend that is installed and computes these experts, and why not the next faster, or ""."""
+    able = {name: capabilities(name) for name in plugin.names("training.experts")}
+    why = ""
+    for name in sorted((name for name, can in able.items() if can.speed >= 0), key=lambda name: -able[name].speed):
+        if not (reason := unfit(name, need)):
+            return name, why
+        why = reason
+    raise ValueError(why)
+
+
+def unfit(name: str, need: Need) -> str:
+    """Return why the backend `name` cannot compute these experts here, or ""."""
+    reason: str = capabilities(name).refuses(need) or plugin.load("training.experts", name).available()
+    return reason
 
 
 def fused(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from training.experts import DEFAULT, ExpertWeights
+from training.experts import DEFAULT, ExpertWeights, Need
 from training.kernels import swiglu
 
 
@@ -70,16 +70,26 @@ def check(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights) -> 
         assert int(count_E.sum()) <= len(x_RD), "the counts promise more rows than there are"
 
 
-def only_bfloat16(backend: str, x_RD: Tensor, w: ExpertWeights) -> None:
-    if not x_RD.is_cuda or x_RD.dtype != torch.bfloat16:
-        got = f"{str(x_RD.dtype).removeprefix('torch.')} on {x_RD.device.type}"
-        raise ValueError(f"expert_backend={backend} computes in bfloat16 on CUDA, and got {got}; use {DEFAULT}")
-    if w.low is not None:
-        raise ValueError(
-            f"expert_backend={backend} cannot compute adapters, and lora adds them to the experts; use {DEFAULT}"
-        )
-    if w.up_bias_EF is not None or w.down_bias_ED is not None:
-        raise ValueError(f"expert_backend={backend} cannot compute biases, and the experts have biases; use {DEFAULT}")
+def need_of(x_RD: Tensor, w: ExpertWeights, activation: str) -> Need:
+    biases = w.up_bias_EF is not None or w.down_bias_ED is not None
+    hidden, width = w.down_EDF.shape[1:]
+    return Need(hidden, width, x_RD.dtype, x_RD.device.type, activation, w.gated, biases, w.low is not None)
+
+
+def narrow(backend: str, need: Need) -> str:
+    """Return why a backend for bfloat16 on CUDA, without adapters and biases, cannot compute such experts, or ""."""
+    asked = f"expert_backend={backend}"
+    if need.device != "cuda" or need.dtype != torch.bfloat16:
+        got = f"{str(need.dtype).removeprefix('torch.')} on {need.device}"
+        return f"{asked} computes in bfloat16 on CUDA, and got {got}; use {DEFAULT}"
+    if need.adapters:
+        return f"{asked} cannot compute adapters, and lora adds them to the experts; use {DEFAULT}"
+    return f"{asked} cannot compute biases, and the experts have biases; use {DEFAULT}" if need.biases else ""
+
+
+def only_bfloat16(backend: str, x_RD: Tensor, w: ExpertWeights, activation: str) -> None:
+    if why := narrow(backend, need_of(x_RD, w, activation)):
+        raise ValueError(why)
 
 
 def sized(

@@ -13,12 +13,30 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from training.experts import SPECIFICATION, Capabilities, ExpertWeights, _narrow
+from training.experts import SPECIFICATION, Capabilities, ExpertWeights, Need, _narrow
 from training.experts.common import check, recomputed
 from training.kernels import swiglu
 from training.kernels.products import ALIGNED, grouped_mm, products
 
+
+def refuses(need: Need) -> str:
+    step = ALIGNED // need.dtype.itemsize
+    return unaligned(need.hidden, need.width, step, need.dtype) if need.device == "cuda" else ""
+
+
+def unaligned(hidden: int, width: int, step: int, dtype: torch.dtype) -> str:
+    """Return a sentence if sizes are not multiples of `step`, which grouped_mm needs on CUDA, or \"\"."""
+    if dtype == torch.float64 or not (hidden % step or width % step):
+        return ""
+    return (
+        f"expert_backend=grouped needs a hidden size and an expert width that are multiples of {step} in "
+        f"{str(dtype).removeprefix('torch.')}, and got {hidden} and {width}; use {SPECIFICATION}"
+    )
+
+
 CAPABILITIES = Capabilities(
+    speed=1,
+    refuses=refuses,
     adapters=True,
     waitless=True,
     fused=_narrow.fused,
@@ -42,12 +60,8 @@ def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, a
     check(x_RD, weight_R, count_E, w)
     hidden, width = w.down_EDF.shape[1:]
     step = ALIGNED // x_RD.element_size()
-    if x_RD.is_cuda and x_RD.dtype != torch.float64 and (hidden % step or width % step):
-        dtype = str(x_RD.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"expert_backend=grouped needs a hidden size and an expert width that are multiples of {step} in {dtype}, "
-            f"and got {hidden} and {width}; use {SPECIFICATION}"
-        )
+    if x_RD.is_cuda and (why := unaligned(hidden, width, step, x_RD.dtype)):
+        raise ValueError(why)
     ends_E = count_E.cumsum(0, dtype=torch.int32)
     apply = _Experts.apply if x_RD.dtype == torch.bfloat16 else _apart
     y_RD: Tensor = apply(

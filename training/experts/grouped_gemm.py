@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from training.experts import Capabilities, ExpertWeights
-from training.experts.common import check, missing, only_bfloat16, sized
+from training.experts.common import check, missing, narrow, only_bfloat16, sized
 
-CAPABILITIES = Capabilities()
+CAPABILITIES = Capabilities(refuses=partial(narrow, "grouped_gemm"))
 
 
 def available() -> str:
@@ -22,7 +23,7 @@ def available() -> str:
 
 def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str) -> Tensor:
     check(x_RD, weight_R, count_E, w)
-    only_bfloat16("grouped_gemm", x_RD, w)
+    only_bfloat16("grouped_gemm", x_RD, w, activation)
     return sized(x_RD, weight_R, count_E, w, activation, linear)
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from training.experts import DEFAULT, SPECIFICATION, Capabilities, ExpertWeights, TokenFunction, _narrow
-from training.experts.common import check, missing, only_bfloat16, recomputed
+from training.experts import DEFAULT, SPECIFICATION, Capabilities, ExpertWeights, Need, TokenFunction, _narrow
+from training.experts.common import check, missing, narrow, need_of, recomputed
 from training.kernels import permute, router, swiglu
 
 PACKAGE, FIRST, BEYOND = "quack-kernels", (0, 6, 2), (0, 7)
@@ -63,7 +63,8 @@ def available() -> str:
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it cannot trace QuACK's launches
 def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str) -> Tensor:
     check(x_RD, weight_R, count_E, w)
-    refuse(x_RD, w, activation)
+    if why := refuses(need_of(x_RD, w, activation)):
+        raise ValueError(why)
     begins_E1 = functional.pad(count_E.cumsum(0, dtype=torch.int32), (1, 0))
     y_RD: Tensor = _Rows.apply(  # type: ignore[no-untyped-call]
         x_RD.contiguous(), weight_R.contiguous(), begins_E1, w.up_EFD.contiguous(), w.down_EDF.contiguous(), activation
@@ -71,17 +72,18 @@ def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, a
     return y_RD
 
 
-def refuse(x_RD: Tensor, w: ExpertWeights, activation: str) -> None:
-    only_bfloat16("quack", x_RD, w)
-    if not w.gated or activation not in GATED:
-        got = activation if w.gated else f"experts without a gate, with {activation}"
-        raise ValueError(f"expert_backend=quack computes gated {' and '.join(GATED)}, and got {got}; use {DEFAULT}")
-    hidden, width = w.down_EDF.shape[1:]
-    if hidden % ALIGNED or width % ALIGNED:
-        raise ValueError(
+def refuses(need: Need) -> str:
+    if why := narrow("quack", need):
+        return why
+    if not need.gated or need.activation not in GATED:
+        got = need.activation if need.gated else f"experts without a gate, with {need.activation}"
+        return f"expert_backend=quack computes gated {' and '.join(GATED)}, and got {got}; use {DEFAULT}"
+    if need.hidden % ALIGNED or need.width % ALIGNED:
+        return (
             f"expert_backend=quack needs a hidden size and an expert width that are multiples of {ALIGNED}, and got "
-            f"{hidden} and {width}; use {SPECIFICATION}"
+            f"{need.hidden} and {need.width}; use {SPECIFICATION}"
         )
+    return ""
 
 
 class _Rows(torch.autograd.Function):
@@ -179,7 +181,9 @@ def kept(tokens: int, experts: int, hidden: int, width: int, matrices: int) -> i
     return matrices * width
 
 
-CAPABILITIES = Capabilities(waitless=True, opaque=True, fused=fused, kept=kept, kernels=("quackgemm",))
+CAPABILITIES = Capabilities(
+    speed=2, refuses=refuses, waitless=True, opaque=True, fused=fused, kept=kept, kernels=("quackgemm",)
+)
 
 
 def of_long_sums(x_TD: Tensor, down_EDF: Tensor) -> bool:

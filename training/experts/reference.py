@@ -10,7 +10,7 @@ from training.experts import Capabilities, ExpertWeights
 from training.experts.common import check
 from upcycle.arch.ffn import ACTIVATIONS, gated_product
 
-CAPABILITIES = Capabilities(adapters=True)
+CAPABILITIES = Capabilities(speed=0, adapters=True)
 
 
 def available() -> str:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from training.experts import Capabilities, ExpertWeights
-from training.experts.common import check, missing, only_bfloat16, sized
+from training.experts.common import check, missing, narrow, only_bfloat16, sized
 
-CAPABILITIES = Capabilities()
+CAPABILITIES = Capabilities(refuses=functools.partial(narrow, "transformer_engine"))
 
 
 def available() -> str:
@@ -29,7 +29,7 @@ def available() -> str:
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a traced graph would have each matrix as an input
 def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str) -> Tensor:
     check(x_RD, weight_R, count_E, w)
-    only_bfloat16("transformer_engine", x_RD, w)
+    only_bfloat16("transformer_engine", x_RD, w, activation)
     return sized(x_RD, weight_R, count_E, w, activation, linear)
 
 

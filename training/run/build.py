@@ -38,7 +38,16 @@ from training.parallel.collectives import all_reduce, broadcast
 from training.parallel.mesh import ParallelMesh
 from training.parallel.pipeline import Pipeline
 from training.parallel.processes import rank
-from training.run.parts import divided, nothing, observing, origin_of, stages_of_rank, teacher_of, under_one_roof
+from training.run.parts import (
+    divided,
+    nothing,
+    observing,
+    origin_of,
+    stages_of_rank,
+    teacher_of,
+    under_one_roof,
+    with_backend,
+)
 from training.run.preflight import CHECKPOINTS
 from upcycle.arch.spec import DenseSpec, MoESpec
 
@@ -164,10 +173,11 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
     folder = Path(config.output)
     resumes, keeps = broadcast([bool(found(folder / CHECKPOINTS)), standalone.keeps(folder, config.model)])
     config = settled(config, device.type, broadcast(standalone.dtype_of(folder) if resumes else ""))
-    stages = stages_of(config)
-    for stage in stages:
+    for stage in stages_of(config):
         check_tokens(stage.config.data)
     with origin_of(config, resumes and keeps, nothing if resumes else observing(config, device)) as origin:
+        config = with_backend(config, origin.spec, device.type)
+        stages = stages_of(config)
         mesh = ParallelMesh(config.mesh, device_type=device.type)
         parts = [divided(config, origin, mesh, layers, device) for layers in stages_of_rank(origin.spec, mesh)]
         teacher = teacher_of(config, origin, mesh, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,7 +18,7 @@ from training.config.reading import upcycle_config
 from training.config.schema import ModelConfig, TrainConfig
 from training.config.stages import stages_of
 from training.data.open import first_tokens
-from training.experts import SPECIFICATION
+from training.experts import AUTO, SPECIFICATION, Need, fastest, unfit
 from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.lora import attach
@@ -27,7 +28,9 @@ from training.optim.teacher import Teacher, check_teacher, made
 from training.parallel.mesh import ParallelMesh
 from training.parallel.pipeline import cut, stages
 from training.parallel.placement import rule
+from training.parallel.processes import rank
 from training.parallel.shard import parallelize
+from upcycle import plugin
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.planning.plan import UpcyclePlan
@@ -76,6 +79,24 @@ def teacher_of(config: TrainConfig, origin: Origin, mesh: ParallelMesh, device: 
         model = replace(config.model, recompute="none")
         decoder = room(made(dense, getattr(torch, model.computes(device.type))), model, mesh, device)
         return Teacher(layout.load(decoder, of_teacher), config.teacher.temperature)
+
+
+def with_backend(config: TrainConfig, spec: DenseSpec | MoESpec, device: str, before: str = "") -> TrainConfig:
+    """Return the config with an expert backend; if it asks for one, use the run's `before` or the fastest, and say it.
+
+    A dense model needs none, and a config that names one keeps it."""
+    if config.model.expert_backend != AUTO or not isinstance(spec, MoESpec):
+        return config
+    dtype, dense = getattr(torch, config.model.computes(device)), spec.dense
+    width, adapters = max(spec.widths) // config.mesh.etp, bool(config.lora.rank)
+    need = Need(dense.hidden, width, dtype, device, dense.activation, dense.gated, dense.ffn_bias, adapters)
+    name, why = fastest(need)
+    kept = before != name and before in plugin.names("training.experts") and not unfit(before, need)
+    if rank() == 0:
+        more = f" ({why.partition('; use ')[0]})" if why and device == "cuda" else ""
+        more = f", as this run did before; {name} is the fastest here" if kept else more
+        print(f"computes experts by {before if kept else name}{more}", file=sys.stderr)
+    return replace(config, model=replace(config.model, expert_backend=before if kept else name))
 
 
 def whole_on_meta(spec: DenseSpec | MoESpec, config: TrainConfig) -> Decoder:

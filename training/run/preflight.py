@@ -39,7 +39,7 @@ from training.parallel.mesh import MeshConfig, check, grids
 from training.parallel.pipeline import check as check_schedule
 from training.parallel.pipeline import cut
 from training.parallel.processes import rank
-from training.run.parts import origin_of, taught_by, whole_on_meta
+from training.run.parts import origin_of, taught_by, whole_on_meta, with_backend
 from upcycle.arch.siblings import text_of
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.schema import UpcycleConfig
@@ -73,7 +73,7 @@ def preflight(config: TrainConfig) -> TrainConfig:
     step = step_of(saved[0]) if saved else 0
     check_export(config, step)
     with origin_of(config, bool(saved) and standalone.keeps(Path(config.output), config.model)) as origin:
-        config = with_micro_batch(config, origin)
+        config = with_micro_batch(with_own_backend(config, origin), origin)
         stages = stages_of(config)
         check_sizes(stages, origin, begun=bool(saved))
         if isinstance(origin.spec, MoESpec):
@@ -91,6 +91,21 @@ def preflight(config: TrainConfig) -> TrainConfig:
     return config
 
 
+def with_own_backend(config: TrainConfig, origin: Origin) -> TrainConfig:
+    """Return the config with an expert backend, which is the run's earlier one where it can be."""
+    folder = Path(config.output)
+    known = standalone.begun(folder) and standalone.settings_file(folder).is_file()
+    dtype, before = (standalone.dtype_of(folder), standalone.backend_of(folder)) if known else ("", "")
+    asked = replace(config, model=replace(config.model, dtype=config.model.dtype or dtype))
+    found = with_backend(asked, origin.spec, device_of(config), before)
+    return replace(found, model=replace(found.model, dtype=config.model.dtype))
+
+
+def device_of(config: TrainConfig) -> str:
+    """Return the kind of device that the run computes on: cuda or cpu."""
+    return (config.device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
+
+
 def with_micro_batch(config: TrainConfig, origin: Origin) -> TrainConfig:
     """Return the config with a micro_batch; if it asks for one, use the run's earlier one, or what fits, and say it."""
     if config.micro_batch:
@@ -98,7 +113,7 @@ def with_micro_batch(config: TrainConfig, origin: Origin) -> TrainConfig:
     begun = standalone.begun(Path(config.output))
     before, room = (standalone.micro_batch_of(Path(config.output)) if begun else 0), 0
     ranks = world_size() // (config.mesh.tp * config.mesh.cp)
-    if (config.device or ("cuda" if torch.cuda.is_available() else "cpu")).startswith("cuda"):
+    if device_of(config) == "cuda":
         room = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory
     kept = before and all(stage.config.batch % (before * ranks) == 0 for stage in stages_of(config))
     found = replace(config, micro_batch=before) if kept else sized(config, origin.spec, world_size(), room)

@@ -463,7 +463,7 @@ def with_quack(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     config.GemmConfig = types.SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", quack_stand_in())
     monkeypatch.setitem(sys.modules, "quack.gemm_config", config)
-    monkeypatch.setattr(quack, "only_bfloat16", lambda *_: None)
+    monkeypatch.setattr(quack, "narrow", lambda *_: "")
     quack.tile.cache_clear()
     yield
     quack.tile.cache_clear()

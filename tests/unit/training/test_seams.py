@@ -86,7 +86,6 @@ KEYS = {"transformer_engine", "local"}  # words of configs too, which alone name
 NAMED = {
     "training/experts/__init__.py": {"grouped", "reference"},
     "training/dispatch/__init__.py": {"alltoall"},
-    "training/config/schema.py": {"grouped"},
     "training/parallel/mesh.py": {"alltoall"},
     "upcycle/cli/frame.py": {"quack"},  # a package
     "upcycle/arch/remote/modeling_upcycled.py": {"grouped_gemm"},  # transformers' own word
