@@ -186,6 +186,7 @@ class Runner:
 
     def learner(self, config: TrainConfig) -> tuple[build.Learner, layout.Origin]:
         with parts.source(config, parts.observing(config, self.device)) as origin:
+            config, _ = parts.with_backend(config, origin.spec, self.device.type)
             layers = range(origin.dense.layers)
             model = parts.divided(config, origin, self.mesh, layers, self.device)
             if config.model.random:

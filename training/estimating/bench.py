@@ -30,7 +30,7 @@ from training.parallel.mesh import ParallelMesh, check
 from training.parallel.processes import processes
 from training.parallel.shard import trouble
 from training.run.build import data_rank, learner
-from training.run.parts import hold, room, stages_of_rank, with_backend
+from training.run.parts import hold, room, say, stages_of_rank, with_backend
 from training.run.preflight import check_optim
 from training.run.record import stepping
 from training.run.step import gradients, train_step
@@ -113,8 +113,9 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
             f"batch={config.batch} cannot be divided into micro-batches of {size or 1} sequences on {mesh.dp} "
             f"data-parallel ranks; try batch={mesh.dp * (size or 1) * max(count, 1)}"
         )
-    training = with_backend(config.run(size), spec, device.type)
+    training, experts = with_backend(config.run(size), spec, device.type)
     check_optim(training, spec)
+    say(experts)
     parts = [build(config, training, spec, mesh, layers, device) for layers in stages_of_rank(spec, mesh)]
     run = learner(training, parts, mesh, device, learns=config.optimizer)
     if config.routing == "balanced":

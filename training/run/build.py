@@ -43,6 +43,7 @@ from training.run.parts import (
     nothing,
     observing,
     origin_of,
+    say,
     stages_of_rank,
     teacher_of,
     under_one_roof,
@@ -176,7 +177,8 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
     for stage in stages_of(config):
         check_tokens(stage.config.data)
     with origin_of(config, resumes and keeps, nothing if resumes else observing(config, device)) as origin:
-        config = with_backend(config, origin.spec, device.type)
+        config, experts = with_backend(config, origin.spec, device.type)
+        say(experts)
         stages = stages_of(config)
         mesh = ParallelMesh(config.mesh, device_type=device.type)
         parts = [divided(config, origin, mesh, layers, device) for layers in stages_of_rank(origin.spec, mesh)]

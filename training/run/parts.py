@@ -81,22 +81,28 @@ def teacher_of(config: TrainConfig, origin: Origin, mesh: ParallelMesh, device: 
         return Teacher(layout.load(decoder, of_teacher), config.teacher.temperature)
 
 
-def with_backend(config: TrainConfig, spec: DenseSpec | MoESpec, device: str, before: str = "") -> TrainConfig:
-    """Return the config with an expert backend; if it asks for one, use the run's `before` or the fastest, and say it.
+def with_backend(
+    config: TrainConfig, spec: DenseSpec | MoESpec, device: str, before: str = ""
+) -> tuple[TrainConfig, str]:
+    """Return the config with an expert backend, and a sentence if it asks for one: the run's `before` or the fastest.
 
     A dense model needs none, and a config that names one keeps it."""
     if config.model.expert_backend != AUTO or not isinstance(spec, MoESpec):
-        return config
+        return config, ""
     dtype, dense = getattr(torch, config.model.computes(device)), spec.dense
     width, adapters = max(spec.widths) // config.mesh.etp, bool(config.lora.rank)
     need = Need(dense.hidden, width, dtype, device, dense.activation, dense.gated, dense.ffn_bias, adapters)
     name, why = fastest(need)
-    kept = before != name and before in plugin.names("training.experts") and not unfit(before, need)
-    if rank() == 0:
-        more = f" ({why.partition('; use ')[0]})" if why and device == "cuda" else ""
-        more = f", as this run did before; {name} is the fastest here" if kept else more
-        print(f"computes experts by {before if kept else name}{more}", file=sys.stderr)
-    return replace(config, model=replace(config.model, expert_backend=before if kept else name))
+    more = f" ({why.partition('; use ')[0]})" if why and device == "cuda" else ""
+    if before != name and before in plugin.names("training.experts") and not unfit(before, need):
+        name, more = before, f", as this run did before; {name} is the fastest here"
+    return replace(config, model=replace(config.model, expert_backend=name)), f"computes experts by {name}{more}"
+
+
+def say(sentence: str) -> None:
+    """Print a sentence on stderr, if there is one, from rank 0 alone."""
+    if sentence and rank() == 0:
+        print(sentence, file=sys.stderr)
 
 
 def whole_on_meta(spec: DenseSpec | MoESpec, config: TrainConfig) -> Decoder:

@@ -39,7 +39,7 @@ from training.parallel.mesh import MeshConfig, check, grids
 from training.parallel.pipeline import check as check_schedule
 from training.parallel.pipeline import cut
 from training.parallel.processes import rank
-from training.run.parts import origin_of, taught_by, whole_on_meta, with_backend
+from training.run.parts import origin_of, say, taught_by, whole_on_meta, with_backend
 from upcycle.arch.siblings import text_of
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.schema import UpcycleConfig
@@ -73,7 +73,8 @@ def preflight(config: TrainConfig) -> TrainConfig:
     step = step_of(saved[0]) if saved else 0
     check_export(config, step)
     with origin_of(config, bool(saved) and standalone.keeps(Path(config.output), config.model)) as origin:
-        config = with_micro_batch(with_own_backend(config, origin), origin)
+        config, experts = with_own_backend(config, origin)
+        config = with_micro_batch(config, origin)
         stages = stages_of(config)
         check_sizes(stages, origin, begun=bool(saved))
         if isinstance(origin.spec, MoESpec):
@@ -88,17 +89,18 @@ def preflight(config: TrainConfig) -> TrainConfig:
         check_data(stages, origin)
         if (suite := suite_of(config)) is not None:
             suite.ready(config.eval, origin)
+    say(experts)
     return config
 
 
-def with_own_backend(config: TrainConfig, origin: Origin) -> TrainConfig:
-    """Return the config with an expert backend, which is the run's earlier one where it can be."""
+def with_own_backend(config: TrainConfig, origin: Origin) -> tuple[TrainConfig, str]:
+    """Return the config with an expert backend, the run's earlier one where it can be, and a sentence that says so."""
     folder = Path(config.output)
     known = standalone.begun(folder) and standalone.settings_file(folder).is_file()
     dtype, before = (standalone.dtype_of(folder), standalone.backend_of(folder)) if known else ("", "")
     asked = replace(config, model=replace(config.model, dtype=config.model.dtype or dtype))
-    found = with_backend(asked, origin.spec, device_of(config), before)
-    return replace(found, model=replace(found.model, dtype=config.model.dtype))
+    found, sentence = with_backend(asked, origin.spec, device_of(config), before)
+    return replace(found, model=replace(found.model, dtype=config.model.dtype)), sentence
 
 
 def device_of(config: TrainConfig) -> str:
