@@ -33,8 +33,8 @@ from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes
 from upcycle import __version__
 from upcycle.config.values import at_least, check_values, one_of
-from upcycle.io import disk
-from upcycle.io.publish import digest
+from upcycle.io import disk, strict
+from upcycle.io.publish import LOCK, alone, digest
 
 GROUPS = ("told", "untold", "known")
 DTYPES = ("float32", "bfloat16", "float64")
@@ -111,8 +111,10 @@ def score(config: ScoreConfig, command: str = "") -> Evaluation:
         "started": started.isoformat(timespec="seconds"), "work": work, "notes": [], "alike": {},
         "aggregation": {task.name: {METRICS["text"]: PER_UNIT} for task in tasks if task.what == "text"},
     }  # fmt: skip
-    check_folder(folder)
-    return written(folder, tasks, loaded.about, own, time.monotonic() - clock)
+    with alone(folder / LOCK, folder):
+        check_folder(folder)
+        disk.sweep(folder)
+        return written(folder, tasks, loaded.about, own, time.monotonic() - clock)
 
 
 # ---- tasks
@@ -166,16 +168,29 @@ def row_of(number: int, entity: str, doc: str, prompt: str, metric: str, value: 
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a ValueError unless the folder is new, empty, or has only earlier scores of facts."""
-    if not folder.exists():
-        return
-    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / TABLE).is_file()):
+    """Raise a ValueError unless the folder is new, empty, or has only earlier or unfinished scores of facts."""
+    if folder.is_dir():
+        own = {folder / LOCK, *results_in(folder), *samples_in(folder)}
+        if (folder / TABLE).is_file() or all(p in own or disk.TEMPORARY.fullmatch(p.name) for p in folder.iterdir()):
+            return
+    if folder.exists():
         raise ValueError(f"{folder} exists and `upcycle facts score` did not write it; choose another output")
 
 
+def results_in(folder: Path) -> list[Path]:
+    """Return the results of facts in a folder."""
+    every = [(path, strict.read_object(path, constants=True).get("upcycle")) for path in folder.glob("results_*.json")]
+    return [path for path, own in every if isinstance(own, dict) and own.get("suite") == NAME]
+
+
+def samples_in(folder: Path) -> list[Path]:
+    """Return the samples of facts in a folder."""
+    names = [f"{group}_{what}" for group in GROUPS for what in METRICS]
+    return [path for name in names for path in folder.glob(f"samples_{name}_*.jsonl")]
+
+
 def written(folder: Path, tasks: Sequence[Task], about: Model, own: Mapping[str, Any], seconds: float) -> Evaluation:
-    """Write the results and samples in place of earlier ones, and then the table."""
-    disk.make_folder(folder)
+    """Write the samples, the table and the results, and then remove earlier results and samples."""
     moment, figures = datetime.now().isoformat().replace(":", "-"), {task.name: task.figure() for task in tasks}
     outputs = {"exact": "loglikelihood", "choice": "multiple_choice", "text": "loglikelihood_rolling"}
     results: dict[str, Any] = {}
@@ -199,9 +214,7 @@ def written(folder: Path, tasks: Sequence[Task], about: Model, own: Mapping[str,
         "upcycle_version": __version__, "torch_version": version("torch"),
         "facts": facts,
     }  # fmt: skip
-    for pattern in ("results_*.json", "samples_*.jsonl"):
-        for old in folder.glob(pattern):
-            old.unlink()
+    earlier = [*results_in(folder), *samples_in(folder)]
     names = {task.name: folder / f"samples_{task.name}_{moment}.jsonl" for task in tasks}
     for task in tasks:
         suites.write_rows(names[task.name], task.rows)
@@ -210,6 +223,8 @@ def written(folder: Path, tasks: Sequence[Task], about: Model, own: Mapping[str,
     path = folder / f"results_{moment}.json"
     disk.write_atomic(folder / TABLE, (table(facts, own["name"]) + "\n").encode())
     disk.write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n")
+    for old in earlier:
+        old.unlink()
     return logged.load(folder)
 
 

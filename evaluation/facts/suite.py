@@ -5,11 +5,14 @@ told.jsonl        held-out documents about told entities, in wordings that no tr
 untold.jsonl      the same about entities that no training document names: what form and wording alone give
 questions.jsonl   closed-book questions: told, untold, and known (real facts that a model may lose)
 suite.json        the settings and the sha256 of each file; it is written last
+
+The files are written in FOLDER.partial, which is then renamed.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +23,9 @@ from evaluation.facts import cloze
 from evaluation.facts.world import SORTS, Question, known_questions, made
 from upcycle.config.values import at_least, check_values, seed
 from upcycle.io import strict
-from upcycle.io.disk import make_folder, sha256, write_atomic, write_blocks
+from upcycle.io.disk import sha256, sweep, write_atomic, write_blocks
+from upcycle.io.job import JOB, Worker, check_first, explained, job
+from upcycle.io.publish import rename
 
 TRAIN, TOLD, UNTOLD, QUESTIONS = "train.jsonl", "told.jsonl", "untold.jsonl", "questions.jsonl"
 FILES = (TRAIN, TOLD, UNTOLD, QUESTIONS)
@@ -85,20 +90,23 @@ class Suite:
 
 def write(config: WriteConfig) -> About:
     """Write the files of a suite; do nothing if the folder has them already. Return what suite.json says."""
-    folder = Path(config.output)
+    folder, settings = Path(config.output), config.settings
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        return written_before(folder, config.settings)
+        about = written_before(folder, settings)
+        shutil.rmtree(folder / JOB, ignore_errors=True)  # left if a kill came right after the rename
+        return about
     files, counts = content(config), {}  # before the folder is made, because documents may be unfit
-    make_folder(folder)
-    for name, rows in files.items():
-        counts[name] = write_rows(folder / name, rows)
-    about: About = {
-        "kind": "facts",
-        "settings": config.settings,
-        "files": {name: sha256(folder / name) for name in FILES},
-        "counts": counts,
-    }
-    write_atomic(folder / ABOUT, (json.dumps(about, indent=1) + "\n").encode())
+    partial = folder.with_name(f"{folder.name}.partial")
+    with explained(partial), job(partial, settings, Worker(), lambda: None, adopt=lambda: None):
+        check_first(partial, folder)
+        sweep(partial)
+        for name, rows in files.items():
+            counts[name] = write_rows(partial / name, rows)
+        sums = {name: sha256(partial / name) for name in FILES}
+        about = {"kind": "facts", "settings": settings, "files": sums, "counts": counts}
+        write_atomic(partial / ABOUT, (json.dumps(about, indent=1) + "\n").encode())
+        rename(partial, folder)
+        shutil.rmtree(folder / JOB, ignore_errors=True)
     return about
 
 
