@@ -12,6 +12,9 @@ folder are counted, and reads of what the command is given. At the n-th of them 
     stop   SIGSTOP, and the same command runs next to it; then it continues
     read   the n-th open or read of a file fails once
 
+Processes that a command starts (of a study, of islands.local) are forks too. Each counts on from its parent's calls and
+meets the same fault. After a crash they must end by themselves.
+
 Two more do not count calls: `moment` is SIGKILL at a random moment, and `limit` lets the system refuse files above a
 random size (RLIMIT_FSIZE), which libraries in C and Rust meet too.
 
@@ -25,6 +28,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import contextlib
+import ctypes
 import errno
 import hashlib
 import importlib
@@ -36,6 +40,7 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -44,12 +49,16 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import yaml
 
 WRITES = ("kill", "lost", "half", "full", "eio", "int", "stop")
 KINDS = (*WRITES, "read", "moment", "limit")
 FOREIGN = {"notes.tmp": b"mine", "model.safetensors.part": b"mine too", "config.json.123.tmp": b"and this"}
 ENDED = 300  # seconds
+REAPER = 36  # Linux's PR_SET_CHILD_SUBREAPER: processes without a parent become children of this one
 
 
 class Calls:
@@ -232,6 +241,96 @@ class Command:
     codes: frozenset[int] = frozenset({0, 2, 130})
     whole: Callable[[Path], list[Path]] = lambda here: []  # if one of these is there, the command has ended
     kinds: tuple[str, ...] = KINDS
+    before: Callable[[Path], object] = lambda here: None  # lays there what the command finds
+    lines: int = 1  # one of so many last lines must name the file of a failed call
+
+
+class Forked:
+    """A process of `upcycle` as subprocess.Popen starts it, but a fork: without the seconds of its imports, and with
+    the same fault."""
+
+    def __init__(
+        self, command: list[str], *, root: Path, calls: Calls, env: dict[str, str], stdout: Any = None,
+        preexec_fn: Callable[[], object] | None = None, pass_fds: Collection[int] = (), **_: Any,
+    ) -> None:  # fmt: skip
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 99
+        try:
+            os.environ.update(env)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if preexec_fn is not None:
+                preexec_fn()
+            for number in (1, 2) if stdout is not None else ():
+                os.dup2(stdout.fileno(), number)
+            for name in os.listdir("/proc/self/fd"):  # locks and sockets of the parent
+                if int(name) > 2 and int(name) not in pass_fds:
+                    with contextlib.suppress(OSError):
+                        os.close(int(name))
+            calls.files.clear()
+            calls.unsynced.clear()
+            calls.kind = "" if calls.kind == "stop" else calls.kind  # its parent would wait for it
+            from upcycle.__main__ import main
+
+            code = main(command[command.index("upcycle") + 1 :] if "upcycle" in command else command[4:])
+            write_facts(root / f"child.{os.getpid()}", calls)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(found[1])
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + (ENDED if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("upcycle", timeout or ENDED)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def fork_their_processes(root: Path, calls: Calls) -> None:
+    """Let a study and islands.local start forks."""
+    import tqdm
+
+    from evaluation.studies import running
+    from training.islands import run
+
+    tqdm.tqdm.monitor_interval = 0  # a thread, which a fork would not have
+    made = SimpleNamespace(
+        Popen=lambda command, **more: Forked(command, root=root, calls=calls, **more),
+        DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired,
+    )  # fmt: skip
+    running.subprocess = run.subprocess = made  # type: ignore[attr-defined]
+
+
+def write_facts(path: Path, calls: Calls) -> None:
+    facts = json.dumps({"calls": calls.count, "reads": calls.reads, "unsynced": calls.unsynced}).encode()
+    file = calls.real["open"](path, os.O_WRONLY | os.O_CREAT, 0o666)
+    calls.real["write"](file, facts)
 
 
 def started(command: Command, here: Path, root: Path, kind: str = "", at: int = 0) -> int:
@@ -249,11 +348,10 @@ def started(command: Command, here: Path, root: Path, kind: str = "", at: int = 
         os.dup2(said, 2)
         calls = Calls(here, kind, at, root / "place")
         calls.install()
+        fork_their_processes(root, calls)
         code = limited(command, here, at) if kind == "limit" else command.run(here)
         calls.check_left(command.outputs(here) if code == 0 else [])
-        facts = json.dumps({"calls": calls.count, "reads": calls.reads, "unsynced": calls.unsynced}).encode()
-        (file := calls.real["open"](root / f"facts.{os.getpid()}", os.O_WRONLY | os.O_CREAT, 0o666))
-        calls.real["write"](file, facts)
+        write_facts(root / f"facts.{os.getpid()}", calls)
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:
@@ -285,17 +383,34 @@ def ended(pid: int, root: Path) -> Ran:
         time.sleep(0.002)
     said, facts = (root / f"said.{pid}"), (root / f"facts.{pid}")
     text = said.read_text(errors="replace") if said.exists() else ""
-    more = json.loads(facts.read_text()) if facts.exists() else {}
-    for path in (said, facts):
+    children = [*root.glob("child.*")]
+    every = [json.loads(path.read_text()) for path in (facts, *children) if path.exists()]
+    for path in (said, facts, *children):
         path.unlink(missing_ok=True)
     return Ran(
         os.waitstatus_to_exitcode(found[1]),
         text,
-        more.get("calls", 0),
-        more.get("reads", 0),
-        tuple(more.get("unsynced", ())),
+        max((more["calls"] for more in every), default=0),
+        max((more["reads"] for more in every), default=0),
+        tuple(path for more in every for path in more["unsynced"]),
         pid,
     )
+
+
+def orphans_end() -> None:
+    """Wait for processes whose parent is gone."""
+    end, killed = time.monotonic() + ENDED, []
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            break
+        if not pid and time.monotonic() > end:
+            killed += [int(word) for word in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+            for each in killed:
+                os.kill(each, signal.SIGKILL)
+        time.sleep(0 if pid else 0.01)
+    wanted(not killed, "processes that do not end when their parent is gone:", killed)
 
 
 class Faults(Exception):
@@ -311,6 +426,7 @@ def crashed(command: Command, here: Path, root: Path, kind: str, at: int, want: 
     """One crash and what comes after it. Returns what the crash did."""
     shutil.rmtree(here, ignore_errors=True)
     here.mkdir()
+    command.before(here)
     inputs = digests(root / "place")
     pid = started(command, here, root, kind, at)
     if kind == "stop":
@@ -319,20 +435,22 @@ def crashed(command: Command, here: Path, root: Path, kind: str, at: int, want: 
         time.sleep(at / 1000)
         os.kill(pid, signal.SIGKILL)
     first = ended(pid, root)
+    orphans_end()
     crash = first.code == -signal.SIGKILL
     wanted(crash or first.code in command.codes, "exit code", first.code, first.said[-1500:])
-    wanted("Traceback" not in first.said, "a traceback:", first.said[-3000:])
+    for said in (first.said, *(log.read_text(errors="replace") for log in here.rglob("*.log"))):
+        wanted("Traceback" not in said, "a traceback:", said[-3000:])
     wanted(inputs == digests(root / "place"), "an input has changed:", differing(digests(root / "place"), inputs))
     if kind in ("full", "eio", "read", "limit") and first.code == 2:
-        last = [line for line in first.said.splitlines() if line.strip()][-1]
-        wanted(str(root) in last, "names no file:", last)
+        last = [line for line in first.said.splitlines() if line.strip()][-command.lines :]
+        wanted(any(str(root) in line for line in last), "names no file:", *last)
     if first.code:
         whole = [path for path in command.whole(here) if path.exists()]
         found = command.result(here) if whole else want
         if isinstance(found, dict):  # .upcycle is removed after the rename
             found = {name: value for name, value in found.items() if not str(name).startswith(".upcycle/")}
         wanted(found == want, "looks whole and is not:", whole)
-    if not crash:
+    if not crash and kind not in ("kill", "half", "lost"):  # which may have met a process that the command started
         litter = [*here.rglob("*.upcycle.tmp"), *here.rglob("*.part")]
         wanted(not litter, "a failed write left", litter)
     places = [f for f in command.partials(here) if f.is_dir() and (f.suffix != ".partial" or (f / ".upcycle").is_dir())]
@@ -362,6 +480,7 @@ def crashed(command: Command, here: Path, root: Path, kind: str, at: int, want: 
 
 def finished(command: Command, here: Path, root: Path, want: Any) -> None:
     again = ended(started(command, here, root), root)
+    orphans_end()
     was_done = again.code == 2 and "exists already" in again.said  # upcycle export says so
     wanted(again.code == 0 or was_done, "the rerun ends with", again.code, again.said[-3000:])
     found = command.result(here)
@@ -385,6 +504,7 @@ def beside(command: Command, here: Path, root: Path, pid: int, want: Any) -> str
     finally:
         os.kill(pid, signal.SIGCONT)
     first = ended(pid, root)
+    orphans_end()
     for ran in (first, second):
         wanted(ran.code in (0, 2) and "Traceback" not in ran.said, "exit code", ran.code, ran.said[-3000:])
     refused = "another process is writing" in second.said
@@ -422,6 +542,7 @@ def commands(place: Path) -> dict[str, Command]:
     from tests import islands
     from tests.unit.evaluation.written import save
     from training.__main__ import main as train
+    from training.checkpoint.export import exported
     from training.cli import export, prepare
     from training.islands.link import frames
     from training.observe.metrics import read
@@ -430,12 +551,13 @@ def commands(place: Path) -> dict[str, Command]:
     from upcycle.cli import frame as cli
 
     def run_folder(here: Path) -> Any:
+        return {**run_of(here / "run"), **digests(here / "export")}
+
+    def run_of(run: Path) -> dict[str, Any]:
         clock = {"seconds_per_step", "tokens_per_s", "tflops", "mfu", "eta_s", "memory_gb"}
-        rows = [
-            {n: v for n, v in row.items() if n not in clock and not n.startswith("time/")} for row in read(here / "run")
-        ]
-        last = max((here / "run" / "checkpoints").glob("step-*"))
-        return {"rows": rows, "step": last.name, **digests(last), **digests(here / "export")}
+        rows = [{n: v for n, v in row.items() if n not in clock and not n.startswith("time/")} for row in read(run)]
+        last = max((run / "checkpoints").glob("step-*"))
+        return {"rows": rows, "step": last.name, **digests(last)}
 
     @cli.command()
     def save_results(words: list[str]) -> int:
@@ -510,6 +632,19 @@ def commands(place: Path) -> dict[str, Command]:
         tensors, facts = islands.kept(here / "server")
         return facts["members"], {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in tensors.items()}
 
+    def again_scored(folder: Path) -> int:
+        """Score on a suite in place of the scores on another one, which must be there until the new ones are."""
+        assert logged.load(folder).tasks
+        return upcycle(["facts", "score", dense, f"suite={place / 'suite'}", f"output={folder}", "device=cpu"])
+
+    def studied(here: Path) -> Any:
+        found = parsed(here / "study" / "study.json")
+        return found["failures"], [run_of(folder) for folder in sorted((here / "study" / "runs").glob("*/seed-0"))]
+
+    def islands_of(here: Path) -> Any:
+        """Return what does not depend on which island comes first."""
+        return [folder.name for folder in sorted((here / "run").glob("island-?"))], exported(here / "export")
+
     dense = str(place / "dense")
     few = ["experts=2", "max_shard=60KB"]
     texts = [f"tokenizer={dense}", f"sources=[{place / 'a.jsonl'},{place / 'b.jsonl'}]", "shard_tokens=300"]
@@ -518,6 +653,8 @@ def commands(place: Path) -> dict[str, Command]:
         "model.dtype=float32", "steps=2", "checkpoint.every=1", "device=cpu", f"data.train=[{place / 'tokens'}]",
         f"model.source={dense}",
     ]  # fmt: skip
+    small = ["stack=false", "batch=1", "micro_batch=1", "data.sequence=16", "model.dtype=float32"]
+    few_facts = ["people=4", "places=0", "events=0", "tellings=2", "asked=2"]
     book, moe = str(place / "book.txt"), str(place / "moe")
     all_of = [
         maker("convert", lambda here: upcycle(["convert", f"source={dense}", f"output={here / 'moe'}", *few]), "moe"),
@@ -591,6 +728,59 @@ def commands(place: Path) -> dict[str, Command]:
             "compared.json",
             lambda here: parsed(here / "compared.json"),
         ),
+        maker("facts-write", lambda here: upcycle(["facts", "write", f"output={here / 'out'}", *few_facts]), "out"),
+        Command(
+            "facts-score",
+            lambda here: upcycle(
+                ["facts", "score", dense, f"suite={place / 'suite'}", f"output={here / 'eval'}", "device=cpu"]
+            ),
+            asked,
+            lambda here: [here / "eval"],
+            lambda here: [],  # it refuses a folder with files of others
+            whole=lambda here: [*(here / "eval").glob("results_*.json")],
+        ),
+        Command(
+            "facts-score-again",  # where older scores of another suite are
+            lambda here: again_scored(here / "eval"),
+            asked,
+            lambda here: [here / "eval"],
+            lambda here: [here / "eval"],
+            before=lambda here: shutil.copytree(place / "older", here / "eval"),
+        ),
+        Command(
+            "study",
+            lambda here: upcycle(["study", str(place / "study.yaml"), f"output={here / 'study'}"]),
+            studied,
+            lambda here: [here / "study" / "study.json", here / "study" / "study.html"],
+            lambda here: [],
+            kinds=tuple(kind for kind in KINDS if kind != "limit"),
+        ),
+        Command(
+            "local",
+            lambda here: train(
+                [
+                    f"output={here / 'run'}",
+                    f"export={here / 'export'}",
+                    "islands.local=2",
+                    "islands.every=1",
+                    "islands.patience=1",
+                    *training,
+                ]
+            ),
+            islands_of,
+            lambda here: [here / "export"],
+            lambda here: [],
+            kinds=tuple(kind for kind in KINDS if kind != "limit"),
+            lines=1000,
+        ),
+        writer(
+            "measure",
+            lambda here: upcycle(["estimate", f"measure={here / 'mine.yaml'}", "device=cpu"]),
+            "mine.yaml",
+            lambda here: sorted(yaml.safe_load((here / "mine.yaml").read_text())),
+        ),
+        reader("estimate", f"model.source={dense}", "gpus=1"),
+        reader("bench", f"architecture={dense}/config.json", "device=cpu", *small),
         reader("verify", dense, moe),
         reader("inspect", moe, "check=true"),
         reader("plan", f"source={dense}"),
@@ -602,6 +792,7 @@ def commands(place: Path) -> dict[str, Command]:
 def set_up(place: Path, names: Collection[str]) -> None:
     """Makes what the commands read."""
     from tests.unit.training.test_data import jsonl, make_tokenizer, texts
+    from upcycle.__main__ import main as upcycle
     from upcycle.arch.sample import make_llama
 
     shape = {
@@ -617,12 +808,31 @@ def set_up(place: Path, names: Collection[str]) -> None:
     known = commands(place)
     if {"routing", "verify", "inspect"} & {*names}:
         assert known["convert"].run(place) == 0
+    if {"facts-score", "facts-score-again"} & {*names}:
+        assert known["facts-write"].run(place) == 0
+        (place / "out").rename(place / "suite")
+        (place / "suite").rename(place / "own")
+        assert upcycle(["facts", "write", f"output={place / 'suite'}", "people=3", "places=0", "events=0"]) == 0
+        assert known["facts-score"].run(place) == 0
+        (place / "eval").rename(place / "older")
+        shutil.rmtree(place / "suite")
+        (place / "own").rename(place / "suite")
     if "compare" in names:
         assert known["results"].run(place) == 0
         shutil.copytree(place / "eval", place / "eval2")
-    if {"train", "adapters", "export", "report"} & {*names}:
+    if {"train", "adapters", "export", "report", "study", "local"} & {*names}:
         assert known["prepare"].run(place) == 0
         (place / "out").rename(place / "tokens")
+        source, tokens = str(place / "dense"), [str(place / "tokens")]
+        base = {
+            "data": {"train": tokens, "valid": tokens, "sequence": 24}, "batch": 2, "micro_batch": 2, "steps": 2,
+            "schedule": {"warmup": 0}, "model": {"dtype": "float32"}, "checkpoint": {"every": 1}, "device": "cpu", "log_every": 1,
+        }  # fmt: skip
+        arms = {
+            "dense": {"model": {"source": source}},
+            "copies": {"model": {"upcycle": {"source": source, "experts": 2}}},
+        }
+        (place / "study.yaml").write_text(yaml.safe_dump({"base": base, "arms": arms, "seeds": [0], "output": "study"}))
         assert known["train"].run(place) == 0
 
 
@@ -655,6 +865,7 @@ def main() -> int:
 
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
+    ctypes.CDLL(None).prctl(REAPER, 1)
     chance, failed, done, began = random.Random(options.seed), 0, Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name).resolve()
@@ -675,6 +886,7 @@ def main() -> int:
             if options.commands and command.name not in options.commands:
                 continue
             here.mkdir()
+            command.before(here)
             start = time.monotonic()
             whole = ended(started(command, here, root), root)
             assert whole.code == 0, whole.said

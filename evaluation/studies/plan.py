@@ -27,7 +27,7 @@ from upcycle.config.reading import build, keys_of, literal, read
 from upcycle.config.ready import STUDY, TRAIN, UPCYCLE
 from upcycle.config.values import SEED, at_least, check_values
 from upcycle.io import strict
-from upcycle.io.disk import write_atomic
+from upcycle.io.disk import sweep, write_atomic
 from upcycle.plugin import nearest
 
 MATCHES = ("flops", "seconds")
@@ -158,6 +158,7 @@ class Trial:
                     f"{found(now, key)}; change it back, or remove that folder"
                 )
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        sweep(self.file.parent, {self.file.name})
         about = ABOUT.format(name=self.name, file=self.file)
         write_atomic(self.file, (about + yaml.safe_dump(dict(self.values), sort_keys=False)).encode())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,8 +37,8 @@ from upcycle.io import disk
 Ready = Callable[[Server], Callable[[], bool]]
 
 
-def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> tuple[str, bool]:
-    """Serve until all islands have left or the server is asked to stop; return a sentence, and whether all have left.
+def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> tuple[str, Center]:
+    """Serve until all islands have left or the server is asked to stop; return a sentence, and the state at the end.
 
     If all had left before, only write a missing export. `ready` is called when the server listens, and returns a
     function that says whether it should stop."""
@@ -78,7 +77,7 @@ def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> t
                 model = filled(config, made(config, origin, mesh), center)
                 export(model, origin, config.export, facts={"tokens": center.tokens})
             said += f"; {config.export} is the model"
-        return said, center.done
+        return said, center
 
 
 def made(config: TrainConfig, origin: Origin, mesh: ParallelMesh) -> Decoder:
@@ -155,10 +154,9 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
         raise ValueError("output is not set; write output=FOLDER for the islands' folders")
     check_own(folder)
     secret = folder / "secret"
-    if not secret.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            write_secret(secret)
+    with alone(folder):
+        if not secret.exists():
+            disk.write_blocks(secret, [os.urandom(32).hex().encode()], mode=0o600)
     own = replace(config.islands, local=0, count=count, listen="127.0.0.1:0", secret=str(secret))
     islands: list[subprocess.Popen[bytes]] = []
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)), **os.environ}
@@ -179,7 +177,8 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
 
     done = False
     try:
-        said, done = serve(replace(config, islands=own), ready)
+        said, center = serve(replace(config, islands=own), ready)
+        done = center.done
     finally:
         for island in islands if not done else ():
             island.terminate()
@@ -187,26 +186,15 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
     if any(codes):
         raise ValueError(f"{sum(map(bool, codes))} of {count} islands ended early; run the same command to continue")
     for number in range(count) if done and not islands else ():  # all had left in an earlier run
-        saved = found(folder / f"island-{number}" / CHECKPOINTS)
-        if saved and step_of(saved[0]) < config.steps:
+        with alone(folder / f"island-{number}"):  # which removes what a killed island left
+            saved = found(folder / f"island-{number}" / CHECKPOINTS)
+        # an island that was killed after it left, before it saved, has pushed its last step
+        if saved and step_of(saved[0]) < config.steps and center.steps < count * config.steps:
             raise ValueError(
                 f"steps={config.steps}, and the islands in {folder} left for good after {step_of(saved[0])}; for more "
                 "steps choose another output, and set model.source to their export"
             )
     return f"{folder} is trained: {said}; the islands are in {folder}/island-0 and so on"
-
-
-def write_secret(path: Path) -> None:
-    """Write a new secret that only its owner may read; on failure leave no file."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with disk.naming(path):
-            disk.write_all(file, memoryview(os.urandom(32).hex().encode()))
-    except OSError:
-        path.unlink()
-        raise
-    finally:
-        os.close(file)
 
 
 def ended(island: subprocess.Popen[bytes], seconds: float | None) -> int:

@@ -198,10 +198,10 @@ def copy(source: Path, target: Path) -> None:
         write_blocks(target, iter(block, b""))
 
 
-def write_blocks(path: Path, blocks: Iterable[bytes]) -> None:
+def write_blocks(path: Path, blocks: Iterable[bytes], mode: int = 0o666) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.upcycle.tmp")
     with renamed(temporary, path):
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
             for block in blocks:
                 with naming(path):

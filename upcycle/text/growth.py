@@ -6,19 +6,30 @@ asks for more memory than there is, and the process aborts.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-MOST = 64  # characters that may come from one; published tokenizers make at most about ten
+import numpy as np
+
+MOST = 80  # characters that may come from one; NFKC and then ByteLevel make 72
+TOKENS = 64  # tokens that may be added to a text; published tokenizers add at most about five
 BYTES = 4  # ByteLevel writes a character for each byte of one
+LAST = 0x30000  # no character from here on is written as others in a normal form
+SPAN = 5  # bytes of the longest text that a Precompiled rule looks up
+KEYS = 1 << 20  # texts that a Precompiled rule may look up
+NORMAL = ("NFC", "NFD", "NFKC", "NFKD")
 
 
 def check_growth(tokenizer: Any, path: Path) -> None:
-    """Raise a ValueError if a rule of the tokenizer can make a text more than MOST times longer."""
+    """Raise a ValueError if the tokenizer's rules can make a text more than MOST times longer, or its template adds
+    more than TOKENS tokens."""
     before = [rule for part in (tokenizer.normalizer, tokenizer.pre_tokenizer) for rule in rules(state(part))]
     for chain in (before, list(rules(state(tokenizer.decoder)))):
         if (times := growth(chain)) > MOST:
@@ -26,6 +37,11 @@ def check_growth(tokenizer: Any, path: Path) -> None:
                 f"{path} has rules (Replace, Prepend, ByteLevel) that can make a text {times:.3g} times longer; at "
                 f"most {MOST} times is allowed: take them out, or give the model's own tokenizer"
             )
+    if (added := sum(map(tokens_of, rules(state(tokenizer.post_processor))))) > TOKENS:
+        raise ValueError(
+            f"{path} has a template that adds {added:,} tokens to each text; at most {TOKENS} are allowed: shorten it, "
+            "or give the model's own tokenizer"
+        )
 
 
 def state(part: Any) -> Any:
@@ -45,34 +61,135 @@ def rules(part: Any) -> Iterator[Mapping[str, Any]]:
                 yield from rules(inner)
 
 
+def tokens_of(rule: Mapping[str, Any]) -> int:
+    """Return how many tokens a rule of the post-processor adds to a text."""
+    if rule.get("type") != "TemplateProcessing":
+        return 2
+    names = [piece["SpecialToken"]["id"] for piece in rule["single"] if "SpecialToken" in piece]
+    return sum(len(rule["special_tokens"][name]["ids"]) for name in names)
+
+
+class Weights:
+    """Hold how many characters the later rules make of each character."""
+
+    def __init__(self) -> None:
+        self.own: defaultdict[str, float] = defaultdict(lambda: 1.0)
+        self.other = 1.0  # the weight of each character that `own` does not have
+
+    def of(self, text: str) -> float:
+        return sum(self.own.get(letter, self.other) for letter in text)
+
+    def most(self) -> float:
+        return max([self.other, *self.own.values()])
+
+    def add(self, more: float) -> None:
+        """Add to every weight."""
+        self.other += more
+        self.own.update({letter: weight + more for letter, weight in self.own.items()})
+
+    def raise_to(self, least: float) -> None:
+        """Raise every lower weight."""
+        self.other = max(self.other, least)
+        self.own.update({letter: max(weight, least) for letter, weight in self.own.items()})
+
+    def replace(self, table: Mapping[str, str]) -> None:
+        """Take account of a rule that writes each text of the table as another one, all at the same time."""
+        made = {found: self.of(text) for found, text in table.items()}
+        self.own.update({letter: 0.0 for letter in table if len(letter) == 1})
+        for found, weight in made.items():
+            for letter in set(found):
+                self.own[letter] = max(self.own.get(letter, self.other), weight / len(found))
+
+
 def growth(chain: list[Mapping[str, Any]]) -> float:
     """Return how many characters the chain of rules makes of one at most.
 
     Each character has a weight: how many characters the rules after it make of it. The rules are taken from the last
     to the first. Characters that a rule replaces weigh as much as what replaces them.
     """
-    weights: defaultdict[str, float] = defaultdict(lambda: 1.0)
-    other = 1.0  # the weight of each character that `weights` does not have
+    weights = Weights()
     for rule in reversed(chain):
         kind = rule.get("type")
         if kind == "ByteLevel":
-            other = BYTES * max([other, *weights.values()])
-            weights.clear()
-        elif kind in ("Prepend", "Replace"):
-            content = str(rule.get("prepend") if kind == "Prepend" else rule.get("content"))
-            made = sum(weights.get(letter, other) for letter in content)
+            most = BYTES * weights.most()
+            weights = Weights()
+            weights.other = most
+        elif kind in ("Prepend", "Metaspace"):
+            weights.replace({" ": str(rule["replacement"])} if kind == "Metaspace" else {})
+            weights.add(weights.of(str(rule.get("replacement" if kind == "Metaspace" else "prepend"))))
+        elif kind == "Replace":
             pattern = rule.get("pattern")
             found = pattern.get("String") if isinstance(pattern, Mapping) else None
-            if kind == "Replace" and found:
+            made = weights.of(str(rule.get("content")))
+            if found:
                 for letter in set(found):
-                    weights[letter] = max(weights.get(letter, other), made / len(found))
-            elif kind == "Prepend" or matches_nothing(pattern):
-                weights = defaultdict(lambda: 1.0, {letter: weight + made for letter, weight in weights.items()})
-                other += made
+                    weights.own[letter] = max(weights.own.get(letter, weights.other), made / len(found))
+            elif matches_nothing(pattern):
+                weights.add(made)
             else:
-                weights = defaultdict(lambda: 1.0, {letter: max(weight, made) for letter, weight in weights.items()})
-                other = max(other, made)
-    return max([other, *weights.values()])
+                weights.raise_to(made)
+        elif kind in NORMAL:
+            if kind in ("NFC", "NFKC"):  # letters that become one weigh as much as that one
+                joined = {text: letter for letter, text in table_of("NFD").items() if letter in weights.own}
+                weights.replace({text: letter for text, letter in joined.items() if len(text) > 1})
+            weights.replace(table_of(str(kind)))
+        elif kind == "Lowercase":
+            weights.replace(table_of("Lowercase"))
+        elif kind == "BertNormalizer":
+            weights.replace(table_of("Lowercase"))
+            weights.replace(table_of("NFD"))
+            weights.add(2 * weights.of(" "))
+        elif kind == "Nmt":
+            weights.raise_to(weights.of(" "))
+        elif kind == "Precompiled":
+            table, always = precompiled(str(rule.get("precompiled_charsmap") or ""))
+            most = max(map(weights.of, always), default=0.0)
+            weights.replace(table)
+            weights.raise_to(most)
+    return weights.most()
+
+
+@cache
+def table_of(kind: str) -> dict[str, str]:
+    """Return the letters that a rule changes, and what it writes for each."""
+    change = str.lower if kind == "Lowercase" else partial(unicodedata.normalize, kind)  # type: ignore[arg-type]
+    return {letter: text for letter in map(chr, range(LAST)) if (text := change(letter)) != letter}
+
+
+def precompiled(charsmap: str) -> tuple[dict[str, str], list[str]]:
+    """Return what a Precompiled rule writes for each text, and what it writes for parts of letters.
+
+    The rule has a double array (Darts): from each unit, the unit at its offset xor the next byte continues a text."""
+    data = base64.b64decode(charsmap)
+    size = int.from_bytes(data[:4], "little")
+    units, strings = np.frombuffer(data[4 : 4 + size - size % 4], "<u4"), data[4 + size :]
+    if not len(units):
+        return {}, [strings.decode(errors="replace")]
+
+    def offset(unit: Any) -> Any:
+        return (unit >> 10) << ((unit & 512) >> 6)
+
+    table, always = {}, []
+    found = [(b"", int(offset(int(units[0]))))]
+    for _ in range(SPAN):
+        at = np.array([place for _, place in found], dtype=np.int64)[:, None] ^ np.arange(1, 256)
+        inside = at < len(units)
+        labels = units[np.where(inside, at, 0)] & np.uint32(0x800000FF)
+        longer = []
+        for row, byte in zip(*np.nonzero(inside & (labels == np.arange(1, 256))), strict=True):
+            place = int(at[row, byte])
+            unit, text = int(units[place]), found[row][0] + bytes([byte + 1])
+            place ^= int(offset(unit))
+            longer.append((text, place))
+            if unit >> 8 & 1 and place < len(units):
+                made = strings[int(units[place]) & 0x7FFFFFFF :].split(b"\0", 1)[0].decode(errors="replace")
+                try:
+                    table[text.decode()] = made
+                except UnicodeDecodeError:
+                    always.append(made)
+        if len(found := longer) > KEYS:
+            return {}, [strings.decode(errors="replace")]
+    return table, always
 
 
 def matches_nothing(pattern: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gc
 import json
 import math
@@ -11,12 +12,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tokenizers import normalizers
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -25,7 +28,7 @@ from tests.parity import tiny
 from upcycle.arch import registry
 from upcycle.arch.ffn import FFN
 from upcycle.arch.spec import DenseSpec, MoESpec
-from upcycle.text import observe
+from upcycle.text import growth, observe
 from upcycle.text import tokens as text
 
 IDS = tiny.tokens(3, 20, seed=4)
@@ -328,6 +331,31 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+LONG = "\ufdfa"  # which NFKC and NFKD write as 18 letters
+
+
+def charsmap(content: str, key: bytes = b"a") -> dict[str, Any]:
+    """Return a Precompiled rule that writes `content` for `key`: a chain of units, each at the next byte's place."""
+    units = np.zeros(512 * (len(key) + 1), dtype="<u4")
+    place = 0
+    for number, byte in enumerate(key, 1):
+        units[place] |= (256 * number ^ (place if number > 1 else 0)) << 10
+        place = 256 * number ^ byte
+        units[place] = byte
+    units[place] |= (256 * (len(key) + 1) ^ place) << 10 | 256
+    data = len(units.tobytes()).to_bytes(4, "little") + units.tobytes() + content.encode() + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
+
+
+def test_a_table_is_read_as_the_tokenizers_package_reads_it() -> None:
+    for key, content in (("a", "xyz"), ("é", "e"), ("ab", "c")):
+        rule = charsmap(content, key.encode())
+        normalizer = normalizers.Precompiled(base64.b64decode(rule["precompiled_charsmap"]))
+        assert normalizer.normalize_str(f"{key}b") in (f"{content}b", f"{key}b")
+        assert growth.precompiled(rule["precompiled_charsmap"]) == ({key: content}, [])
+        assert growth.growth([rule]) == max(len(content) / len(key), 1)
+
+
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 LENGTHENS: dict[str, Any] = {
     "a long word": {**REPLACE, "content": "a" * 1_000_000},
@@ -342,11 +370,23 @@ LENGTHENS: dict[str, Any] = {
         ],
     },
     "bytes of bytes": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40},
+    "through a normal form": {
+        "type": "Sequence",
+        "normalizers": [
+            *[{**REPLACE, "pattern": {"String": letter}, "content": LONG} for letter in (" ", "\u0644")], {"type": "NFKD"},
+        ] * 9,
+    },
+    "through small letters": {
+        "type": "Sequence", "normalizers": [{**REPLACE, "content": "A" * 4}, {"type": "Lowercase"}] * 9,
+    },
+    "through a table": {"type": "Sequence", "normalizers": [charsmap("a" * 9)] * 9},
 }  # fmt: skip
 
 
-# decoders have no Prepend and no ByteLevel rule that lengthens a text
-DECODES = [way for way, rule in LENGTHENS.items() if not {"Prepend", "ByteLevel"} & set(re.findall(r"\w+", str(rule)))]
+# decoders have Replace alone of these rules
+DECODES = [
+    way for way, rule in LENGTHENS.items() if set(re.findall(r"'type': '(\w+)'", str(rule))) <= {"Replace", "Sequence"}
+]
 
 
 @pytest.mark.parametrize(
@@ -361,6 +401,40 @@ def test_a_tokenizer_that_lengthens_texts_is_refused(donor: Path, way: str, part
         text.load_tokenizer(donor)
 
 
+@pytest.mark.parametrize("kind", ["ByteLevel", "Metaspace"])
+def test_a_pre_tokenizer_that_lengthens_texts_is_refused(donor: Path, kind: str) -> None:
+    rules = {
+        "ByteLevel": {"type": kind, "add_prefix_space": True, "trim_offsets": True, "use_regex": False},
+        "Metaspace": {"type": kind, "replacement": "a", "prepend_scheme": "always", "split": True},
+    }
+    many = {"type": "Sequence", "pretokenizers": [rules[kind]] * 200}
+    made = json.loads((donor / "tokenizer.json").read_text()) | {"pre_tokenizer": many}
+    (donor / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(ValueError, match=r"tokenizer\.json has rules .* that can make a text .* times longer"):
+        text.load_tokenizer(donor)
+
+
+def test_a_pattern_that_does_not_end_is_one_sentence(donor: Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    made = json.loads((donor / "tokenizer.json").read_text()) | {"pre_tokenizer": split}
+    (donor / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read as a tokenizer: .*retry-limit"):
+        text.encoder(donor)("a" * 40 + "!")
+
+
+def test_a_template_of_many_tokens_is_refused(donor: Path) -> None:
+    token = {"SpecialToken": {"id": "a", "type_id": 0}}
+    whole = [{"Sequence": {"id": "A", "type_id": 0}}]
+    template = {
+        "type": "TemplateProcessing", "single": [*whole, *[token] * 300], "pair": [*whole, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"a": {"id": "a", "ids": [1] * 300, "tokens": ["a"] * 300}},
+    }  # fmt: skip
+    made = json.loads((donor / "tokenizer.json").read_text()) | {"post_processor": template}
+    (donor / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(ValueError, match=r"has a template that adds 90,000 tokens to each text; at most 64"):
+        text.load_tokenizer(donor)
+
+
 def test_tokenizers_as_models_have_them_are_read(donor: Path) -> None:
     """Rules of Llama 2, Gemma, CLIP, XLNet and T5, and forty that each write one letter as several."""
     made = json.loads((donor / "tokenizer.json").read_text())
@@ -368,7 +442,9 @@ def test_tokenizers_as_models_have_them_are_read(donor: Path) -> None:
     quotes = [{**REPLACE, "pattern": {"String": two}, "content": '"'} for two in ("``", "''")]
     spaces = [{**REPLACE, "pattern": {"Regex": regex}, "content": " "} for regex in ("\\s+", " {2,}", "\\p{Z}+")]
     many = [{**REPLACE, "pattern": {"String": chr(9312 + i)}, "content": f"({i})"} for i in range(40)]
-    for rules in (llama, [*quotes, {"type": "NFKD"}, *spaces], [*many, *spaces * 10], [{"type": "ByteLevel"}]):
+    xlnet = [*quotes, *({"type": kind} for kind in ("NFKD", "StripAccents", "Lowercase")), charsmap(" " * 18), *spaces]
+    byte_level = [[{"type": kind} for kind in (form, "ByteLevel")] for form in ("NFC", "NFKC")]
+    for rules in (llama, [*quotes, {"type": "NFKD"}, *spaces], [*many, *spaces * 10], xlnet, *byte_level):
         made["normalizer"] = {"type": "Sequence", "normalizers": rules}
         (donor / "tokenizer.json").write_text(json.dumps(made))
         assert text.load_tokenizer(donor).encode("a b", add_special_tokens=False).ids

@@ -186,6 +186,33 @@ def test_an_exchange_without_an_answer_is_saved_and_finished_by_the_next_process
     assert losses(again) == losses(whole)
 
 
+def test_a_signal_in_an_exchange_saves_and_ends_with_the_code_of_a_stopped_run(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server has the push and does not answer: the island must not wait for its patience, a minute."""
+    more = ["islands.every=2", "islands.share=0.1"]
+    given = [f"model.upcycle={json.dumps(moe(place))}", "steps=4", f"data.train=[{place / 'data'}]", *WORDS]
+    real, silent = Server.answer, threading.Event()
+
+    def slow(self: Server, channel: Channel, name: str, frame: Frame) -> None:
+        if frame.kind == frames.PUSH and frame.seq == 1 and not silent.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+            silent.wait()
+            return
+        real(self, channel, name, frame)
+
+    monkeypatch.setattr(Server, "answer", slow)
+    with server(served(place, tmp_path, *more, steps=4)) as here:
+        island = words(tmp_path, f"islands.join=127.0.0.1:{here.port}", "valid_every=0", *more)
+        command = [f"output={tmp_path / 'one'}", *given, *island]
+        assert main(command) == 75
+        silent.set()
+        assert "stopped after step 2 of 4; the same command continues" in capsys.readouterr().out
+        assert found(tmp_path / "one" / "checkpoints")[0].name == "step-00000002"
+        assert main(command) == 0
+        assert here.center.pushes == 2 and not here.center.members["one"].here
+
+
 def test_islands_learn_from_each_other_and_the_export_is_the_servers_model(place: Path, tmp_path: Path) -> None:
     more = ["islands.every=2", "islands.share=0.1", "islands.answer=0.2"]
     export = tmp_path / "model"
@@ -211,9 +238,10 @@ def test_local_islands_begun_again_after_their_end_say_so_and_write_nothing(
     given = [
         f"output={run}", f"export={export}", f"model.upcycle={json.dumps(moe(place))}", f"data.train=[{place / 'data'}]",
         *WORDS, "schedule.warmup=0", "islands.local=2", "islands.every=1", "device=cpu", "valid_every=0",
+        "checkpoint.every=1",
     ]  # fmt: skip
 
-    def local(steps: int = 1) -> tuple[int, str, str]:
+    def local(steps: int = 2) -> tuple[int, str, str]:
         return main([*given, f"steps={steps}"]), *capsys.readouterr()
 
     def files() -> dict[Path, tuple[int, bytes]]:
@@ -228,8 +256,10 @@ def test_local_islands_begun_again_after_their_end_say_so_and_write_nothing(
     export.rename(tmp_path / "kept")
     assert local()[0] == 0
     assert (export / "model.safetensors").read_bytes() == (tmp_path / "kept" / "model.safetensors").read_bytes()
-    code, out, err = local(steps=2)
-    assert code == 2 and "steps=2, and the islands in" in err and "left for good after 1; for more steps" in err
+    code, out, err = local(steps=3)
+    assert code == 2 and "steps=3, and the islands in" in err and "left for good after 2; for more steps" in err
+    shutil.rmtree(run / "island-0" / "checkpoints" / "step-00000002")  # killed after its leave, before its save
+    assert local() == (0, said, "")
     shutil.rmtree(run)
     code, out, err = local()
     assert code == 2 and f"export={export} exists already; remove it" in err
@@ -242,6 +272,8 @@ from tests.unit.training.test_train import config
 from training.islands import run
 
 CHILD = "import os, signal, sys, time; signal.signal(15, signal.SIG_IGN)" \\
+    "; from pathlib import Path; from upcycle.io import publish; folder = Path(sys.argv[1]).with_suffix('')" \\
+    "; publish.alone(folder / publish.LOCK, folder).__enter__()" \\
     "; open(sys.argv[1] + '.new', 'w').write(str(os.getpid())); os.rename(sys.argv[1] + '.new', sys.argv[1])" \\
     "; time.sleep(600)"
 
@@ -256,7 +288,7 @@ run.local(config(Path(place), Path(out), "islands.local=2", "islands.patience=0.
 
 
 def test_local_islands_end_with_their_server(place: Path, tmp_path: Path) -> None:
-    """End even islands that ignore SIGTERM, so that nobody holds a lock."""
+    """End even islands that ignore SIGTERM, and free their locks."""
 
     def alive(pid: str) -> bool:
         stat = Path("/proc", pid, "stat")
@@ -275,6 +307,9 @@ def test_local_islands_end_with_their_server(place: Path, tmp_path: Path) -> Non
         parent.wait()
     while any(alive(file.read_text()) for file in files):
         time.sleep(0.1)
+    for folder in (file.with_suffix("") for file in files):
+        with publish.alone(folder / publish.LOCK, folder):
+            pass
 
 
 def test_an_exchange_is_in_parts_and_they_are_the_whole(place: Path, tmp_path: Path) -> None:
