@@ -32,17 +32,18 @@ GATED = {"silu": "swiglu", "gelu_tanh": "geglu"}  # ours: theirs
 ALIGNED = 8  # elements, 16 bytes
 
 # rows and columns of a tile, whether two tiles alternate on a multiprocessor, and how many tiles share their loads
-# along rows and along columns; these were the fastest of those tried on an H200 (docs/performance.md)
+# along rows and along columns; these were the fastest of those tried on an H200 (docs/performance.md), and since 0.6.5
+# on an H100 (benchmarks/results/2026-11-27-h100.md)
 Tile = tuple[int, int, bool, int, int]
 PLAIN, TALL = (128, 192, True, 2, 1), (192, 128, True, 1, 2)
-SMALL, FLAT = (128, 128, True, 1, 2), (256, 128, False, 1, 2)
+SMALL, FLAT, SQUARE = (128, 128, True, 1, 2), (256, 128, False, 1, 2), (128, 128, True, 2, 1)
 LIMITS = 1024, 4096  # hidden sizes from which the second and the third column of TILES are used
 TILES: dict[str, tuple[Tile, Tile, Tile | None]] = {
     "up": (PLAIN, PLAIN, SMALL),
-    "up of tokens": (PLAIN, (128, 224, False, 2, 1), None),  # None: tokens are copied first
-    "down": (PLAIN, (128, 208, True, 1, 2), FLAT),
-    "back": (SMALL, SMALL, SMALL),
-    "back of tokens": ((128, 128, True, 2, 1),) * 3,  # gathering rows needs 1 tile along columns
+    "up of tokens": ((128, 256, False, 2, 1), (128, 224, False, 2, 1), None),  # None: tokens are copied first
+    "down": ((256, 192, False, 2, 1), (128, 208, True, 1, 2), FLAT),
+    "back": (SQUARE, SQUARE, SMALL),
+    "back of tokens": (SQUARE,) * 3,  # gathering rows needs 1 tile along columns
     "rows": (PLAIN, TALL, TALL),
     "sum up": (TALL, TALL, FLAT),
     "sum down": (PLAIN, PLAIN, TALL),
