@@ -594,6 +594,7 @@ def commands(place: Path) -> dict[str, Command]:
             lambda here: 0,
             lambda here: [],
             lambda here: [],
+            codes=frozenset({0, 1, 2, 130}),  # inspect and verify end with 1 if something is wrong
             kinds=("read",),
         )
 

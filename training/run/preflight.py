@@ -194,8 +194,9 @@ def check_own(output: Path) -> None:
 
 
 def hardly_begun(path: Path) -> bool:
-    """Return whether a path is the folder of a run's model, and was killed before it had a file."""
-    names = [each.name for each in path.iterdir()] if path.name == standalone.FOLDER and path.is_dir() else [path.name]
+    """Return whether a path is the folder of a run's model or of a server's log, and a kill left no file in it."""
+    begins = path.name in (standalone.FOLDER, ISLANDS) and path.is_dir()
+    names = [each.name for each in path.iterdir()] if begins else [path.name]
     return all(disk.TEMPORARY.fullmatch(name) for name in names)
 
 

@@ -27,7 +27,7 @@ from training.config.schema import TrainConfig
 from training.data.shards import read_meta
 from training.model.decoder import Decoder
 from upcycle.config.reading import build
-from upcycle.io import strict
+from upcycle.io import disk, strict
 
 SMALL = ["people=12", "places=11", "events=10", "tellings=13", "asked=5"]
 
@@ -326,6 +326,53 @@ def test_mistakes_are_one_sentence(folder: Path, model: Path, tmp_path: Path, ca
         said = capsys.readouterr().err
         assert says in said and said.count("\n") == 1, said
     assert not (tmp_path / "new").exists() and (tmp_path / "full" / "mine").exists()
+
+
+# ---- what a kill leaves
+
+
+def test_a_killed_write_goes_on_and_takes_nothing_of_others(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, out = suite.write_rows, tmp_path / "out"
+
+    def killed(path: Path, given: Any) -> int:
+        if path.name == suite.UNTOLD:
+            raise KeyboardInterrupt
+        return real(path, given)
+
+    monkeypatch.setattr(suite, "write_rows", killed)
+    with pytest.raises(KeyboardInterrupt):
+        suite.write(suite.WriteConfig(output=str(out), people=12, places=11, events=10, tellings=13, asked=5, seed=3))
+    assert not out.exists()
+    (tmp_path / "out.partial" / "mine").write_text("")
+    monkeypatch.undo()
+    assert main(["facts", "write", f"output={out}", *SMALL]) == 0  # other settings than the killed one
+    assert {path.name for path in out.iterdir()} == {*suite.FILES, suite.ABOUT, "mine"}
+    assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in (*suite.FILES, suite.ABOUT))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_earlier_scores_stay_until_the_new_ones_are_whole(
+    folder: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real = tmp_path / "scores", disk.write_atomic
+    command = ["facts", "score", str(model), f"suite={folder}", f"output={out}", "device=cpu"]
+    assert main(command) == 0
+    before = logged.load(out)
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name.startswith("results_"):
+            raise OSError(28, "No space left on device", str(path))
+        real(path, data)
+
+    monkeypatch.setattr(disk, "write_atomic", full)
+    assert main([*command, "name=other"]) == 2
+    monkeypatch.undo()
+    assert logged.load(out) == before
+    assert main([*command, "name=other"]) == 0
+    assert logged.load(out).model.name == "other"
+    assert len(list(out.glob("results_*"))) == 1 and len(list(out.glob("samples_*"))) == len(before.tasks)
 
 
 # ---- intervals

@@ -82,6 +82,14 @@ def test_a_trial_is_a_training_config_of_its_own(tmp_path: Path) -> None:
     assert "data.seed alone" in some[0].file.read_text()
 
 
+def test_a_killed_study_leaves_no_half_config(tmp_path: Path) -> None:
+    [trial, *_] = trials(plan_of(tmp_path), LENGTHS)
+    trial.file.parent.mkdir(parents=True)
+    (trial.file.parent / f"{trial.file.name}.123-0123abcd.upcycle.tmp").write_text("batch")
+    trial.write()
+    assert [path.name for path in trial.file.parent.iterdir()] == [trial.file.name]
+
+
 def test_a_ready_config_is_where_an_arm_starts(tmp_path: Path) -> None:
     """Under the base, and without what a trial sets: its output would be one folder for all."""
     arms = {"dense": {"model": {"source": "s", "upcycle": ""}}, "moe": {"model": {"upcycle": {"source": "s"}}}}

@@ -38,7 +38,7 @@ from training.observe.metrics import read as read_metrics
 from training.run import step as step_module
 from training.run import stop
 from training.run.loop import train
-from upcycle.io import publish
+from upcycle.io import disk, publish
 
 __all__ = ["place"]  # a fixture
 
@@ -263,6 +263,31 @@ def test_local_islands_begun_again_after_their_end_say_so_and_write_nothing(
     shutil.rmtree(run)
     code, out, err = local()
     assert code == 2 and f"export={export} exists already; remove it" in err
+
+
+def test_half_a_secret_is_none(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop in the middle of its write: the next start must not read half of it."""
+    given = config(place, tmp_path / "try", "islands.local=2", "device=cpu")
+
+    def half(file: int, data: memoryview) -> None:
+        os.write(file, data[:8])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(disk, "write_all", half)
+        patch.setattr(publish, "sign", lambda *_: None)
+        run_module.local(given, [])
+    assert not list(tmp_path.rglob("secret*"))
+
+    def served(*_: object) -> None:
+        raise Stopped
+
+    (tmp_path / "try" / "islands").mkdir(parents=True)  # as a server leaves it that fails before its log
+    monkeypatch.setattr(run_module, "serve", served)
+    with pytest.raises(Stopped):
+        run_module.local(given, [])
+    assert len(frames.secret_of(str(tmp_path / "try" / "secret"))) == 64
+    assert (tmp_path / "try" / "secret").stat().st_mode & 0o777 == 0o600
 
 
 LOCAL = """
