@@ -223,6 +223,7 @@ class Host:
     The tensors must be complete before, and must not change."""
 
     stream: torch.cuda.Stream | None = None
+    pinned = torch.empty(0, dtype=torch.uint8)
 
     def parts(self, tensor: Tensor) -> Iterator[Tensor]:
         """Yield the tensor's bytes in order; each part is valid until the next one."""
@@ -231,8 +232,9 @@ class Host:
             return
         if self.stream is None:
             self.stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-            self.pinned = torch.empty(STAGE, dtype=torch.uint8, pin_memory=True)
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream):  # a new thread would use the first GPU
+            if not len(self.pinned):
+                self.pinned = torch.empty(STAGE, dtype=torch.uint8, pin_memory=True)
             whole = tensor.contiguous().flatten().view(torch.uint8)
         for part in whole.split(STAGE):  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self.stream):
