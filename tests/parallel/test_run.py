@@ -16,6 +16,7 @@ from tests.parallel.ranks import run
 from tests.parallel.runs import on_rank, stopped_on_rank
 from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
+from training import export
 from training.cli.prepare import main as prepare
 from training.observe.metrics import read as read_metrics
 
@@ -108,6 +109,24 @@ def test_a_run_on_any_mesh_is_the_run_on_one_process(
     assert have.keys() == want.keys()
     for name in want:
         assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name
+
+
+@pytest.mark.parametrize("more", [["micro_batch=2", "mesh.ep=2"], ["mesh.pp=2"]], ids=lambda x: x[-1])
+def test_slices_are_used_alike_on_two_ranks_and_on_one(place: Path, tmp_path: Path, more: list[str]) -> None:
+    """Their copies are on several ranks, and what is validated and exported is pulled to their mean."""
+    sliced = ["model.upcycle.target=upcycled", "model.upcycle.router.choice=each-slice"]
+    own = [*sliced, "valid_every=2", "optim.shrink=0.5", "steps=3"]
+    for name, world, extra in (("one", 1, []), ("two", 2, more)):
+        run(world, on_rank, words(place, tmp_path / name, f"export={tmp_path / name / 'out'}", *own, *extra))
+    same_run(tmp_path / "two", tmp_path / "one")
+    have, want = (exported(tmp_path / name / "out") for name in ("two", "one"))
+    assert have.keys() == want.keys()
+    for name in want:
+        assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name
+    export(tmp_path / "one", tmp_path / "again")
+    export(tmp_path / "two", tmp_path / "from-two")
+    for folder, before in (("again", want), ("from-two", have)):
+        assert all(torch.equal(tensor, before[name]) for name, tensor in exported(tmp_path / folder).items())
 
 
 def test_padding_to_the_capacity_changes_no_bit(place: Path, tmp_path: Path) -> None:

@@ -23,12 +23,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from training.checkpoint.layout import Index, Origin, Stored, bounds, joined, roles
-from training.checkpoint.standalone import settings_of
+from training.checkpoint.standalone import settings_of, shrink_of, trains
 from training.checkpoint.storage import Shards, not_finite
 from training.model.decoder import Decoder
 from training.model.lora import delta, pairs
 from training.model.names import plain_name
 from training.observe import metrics
+from training.optim.copies import pull_
 from training.parallel.collectives import gather, local, together
 from upcycle.arch.targets.upcycled import MODELING
 from upcycle.config.reading import byte_size
@@ -43,14 +44,16 @@ CARD = "README.md"  # not in the manifest, because its owner may edit it
 
 class Weights:
     """Read a model's whole tensors into host memory, from the undivided model or from its checkpoint `saved`; then the
-    model may be on the meta device."""
+    model may be on the meta device, and experts are pulled as the checkpoint says."""
 
     def __init__(self, model: Decoder, saved: Shards | None = None) -> None:
         self.model, self.saved, self.roles = model, saved, roles(model)
         named = [*model.named_parameters(), *model.named_buffers()]
         self.names = {id(tensor): f"model.{plain_name(name)}" for name, tensor in named}
         self.adapters = {id(matrix): (a, b, scale) for matrix, a, b, scale in pairs(model)}
-        self.merged: dict[int, Tensor] = {}
+        self.shrink = 0.0 if saved is None or model.moe is None else shrink_of(saved)
+        self.pulled = {key for key, name in self.names.items() if self.shrink and saved and trains(saved, name)}
+        self.made: dict[int, Tensor] = {}
 
     def whole(self, tensor: Tensor, index: Index = ()) -> Tensor:
         """Return tensor[index] of one of the model's tensors."""
@@ -60,18 +63,29 @@ class Weights:
         return part[tuple(0 if isinstance(at, int) else slice(None) for at in index)]
 
     def role(self, role: str) -> Tensor:
-        """Return a role's tensor with its adapters merged."""
+        """Return a role's tensor with its adapters merged, or with its experts pulled."""
         tensor, index = self.roles[role]
-        if id(tensor) not in self.adapters:
+        if id(tensor) not in self.adapters and id(tensor) not in self.pulled:
             return self.whole(tensor, index)
-        if id(tensor) not in self.merged:
-            a, b, scale = self.adapters[id(tensor)]
-            whole = [(0, size) for size in tensor.shape]
-            added = delta(self.whole(a), self.whole(b), scale, tensor.shape, whole)
-            while len(self.merged) > 1:  # stacked experts' up and down are read in turn
-                self.merged.pop(next(iter(self.merged)))
-            self.merged[id(tensor)] = self.whole(tensor) + added
-        return self.merged[id(tensor)][index]
+        if id(tensor) not in self.made:
+            module = self.module(id(tensor))  # stacked experts' up and down are read in turn
+            self.made = {key: made for key, made in self.made.items() if self.module(key) == module}
+            self.made[id(tensor)] = self.make(tensor)
+        return self.made[id(tensor)][index]
+
+    def module(self, key: int) -> str:
+        """Return the name of a tensor's module."""
+        return self.names[key].rpartition(".")[0]
+
+    def make(self, tensor: Tensor) -> Tensor:
+        """Return a whole tensor as the model uses it."""
+        whole = self.whole(tensor)
+        if id(tensor) in self.pulled:
+            assert self.model.moe is not None
+            pull_(whole, self.model.moe.granularity, self.shrink)
+            return whole
+        a, b, scale = self.adapters[id(tensor)]
+        return whole + delta(self.whole(a), self.whole(b), scale, tensor.shape, [(0, size) for size in tensor.shape])
 
 
 @torch.no_grad()

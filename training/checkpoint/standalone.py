@@ -30,13 +30,15 @@ from torch import Tensor
 
 from training.checkpoint import layout
 from training.checkpoint.layout import Origin
-from training.checkpoint.state import STEP, Checkpoints, check_model, fill_model
+from training.checkpoint.state import JSON, STEP, Checkpoints, check_model, fill_model
 from training.checkpoint.storage import Shards, read_whole
 from training.config.checks import COMPUTE
 from training.config.reading import upcycle_config
 from training.config.schema import ModelConfig
 from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach
+from training.model.names import plain_name
+from training.optim.copies import is_stack, pull_
 from training.parallel.collectives import broadcast_tensors, together
 from training.parallel.processes import rank
 from upcycle.arch.targets.upcycled import MODELING
@@ -266,11 +268,34 @@ def shards_of(run: Path, folder: Path | None) -> Shards:
 
 
 def load_step(model: Decoder, run: Path, folder: Path | None) -> int:
-    """Fill the model with the weights of a checkpoint of the run, its newest if none is given; return the step."""
+    """Fill the model with the weights that an export of the run's checkpoint has, its newest if none is given; return
+    the step. All ranks call this together."""
     saved = shards_of(run, folder)
     check_model(model, saved)
     fill_model(model, saved)
+    shrink = shrink_of(saved)
+    for name, parameter in model.named_parameters():
+        if shrink and model.moe is not None and trains(saved, f"model.{plain_name(name)}"):
+            pull_(parameter, model.moe.granularity, shrink)
     return saved.step
+
+
+def shrink_of(saved: Shards) -> float:
+    """Return the share of each expert's distance to the mean of its copies that a checkpoint leaves to its use as a
+    model. It is 0 in older checkpoints, because older runs changed the weights themselves after the last step."""
+    name = f"optimizer.group.all{JSON}"
+    if name not in saved.tensors or saved.dtype(name) != torch.uint8:
+        return 0.0
+    group = strict.parse_object(saved.read(name).numpy().tobytes(), name, constants=True)
+    shrink = group.get("shrink", 0.0)
+    if not strict.is_number(shrink) or not 0 <= shrink <= 1:
+        raise ValueError(f"{saved.folder} says shrink={short(shrink)}, and it is a share from 0 to 1; {RESTORE}")
+    return float(shrink)
+
+
+def trains(saved: Shards, name: str) -> bool:
+    """Return whether a tensor of a checkpoint is a stack of experts that its run trains."""
+    return is_stack(name) and f"optimizer.state.{name.removeprefix('model.')}{JSON}" in saved.tensors
 
 
 # ---- measurements of upcycling

@@ -10,7 +10,6 @@ from training.config.schema import STAGED, StageConfig, TrainConfig, merged, of_
 ALONG = (  # keys of staged parts that hold for the whole run, because checkpoints and memory depend on them
     "data.stream", "data.tokenizer", "data.seed", "optim.name", "optim.moments", "optim.spike_window", "teacher.source",
 )  # fmt: skip
-AT_THE_END = ("average", "shrink")  # of optim: applied at the run's last step
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,9 @@ def stages_of(config: TrainConfig) -> tuple[Stage, ...]:
             stage = settled(config, own)
         found.append(Stage(number + 1, own.name or f"stage {number + 1}", first, stage))
         first = found[-1].last
-        ends = [f"optim.{key}" for key in AT_THE_END if own.optim.get(key) and own is not config.stages[-1]]
-        if ends:
+        if own.optim.get("average") and own is not config.stages[-1]:
             raise ValueError(
-                f"stages.{number} has {ends[0]}, which applies at the run's end; write it in the last stage"
+                f"stages.{number} has optim.average, which applies at the run's end; write it in the last stage"
             )
     check_sources(found)
     return tuple(found)

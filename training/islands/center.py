@@ -40,7 +40,8 @@ NAME = 64  # letters in an island's name
 
 
 OWN = ("number", "seq", "seen", "here", "came", "waits", "all", "steps", "bad")  # a member's fields in a snapshot
-TOTALS = ("pushes", "steps", "tokens", "decay", "numbers", "came")  # the center's fields in a snapshot
+# the center's fields in a snapshot; older ones lack the last
+TOTALS = ("pushes", "steps", "tokens", "decay", "numbers", "came", "masters")
 
 
 class Again(ValueError):
@@ -110,6 +111,7 @@ class Center:
         self.numbers = self.came = 0  # islands that have ever joined, and that have ever pushed
         self.pushes = self.steps = self.tokens = 0
         self.decay = 0.0  # sum of learning rates, for weight decay
+        self.masters = False  # the last push came from an island that leaves it to the export to pull copies together
         self.bias = bias
         self.loads: dict[int, Tensor] = {}  # by island: the loads of its last interval
 
@@ -240,8 +242,9 @@ class Center:
         decay, most = head.get("decay"), self.bounds.rate * max(self.config.gain, 1.0) * head["steps"] * (1 + 1e-6)
         if not strict.is_number(decay) or not 0 <= float(decay) <= most:  # type: ignore[arg-type]
             raise ValueError(f"a push's decay is {strict.short(decay)}; it must be a number from 0 to {most:.6g}")
-        if type(head.get("all")) is not bool:
-            raise ValueError(f"a push's all is {strict.short(head.get('all'))}; it must be true or false")
+        for key, value in (("all", head.get("all")), ("masters", head.get("masters", False))):
+            if type(value) is not bool:
+                raise ValueError(f"a push's {key} is {strict.short(value)}; it must be true or false")
         if self.bias is not None:
             loads = head.get("loads")
             ok = isinstance(loads, list) and len(loads) == len(self.bias) and all(
@@ -271,6 +274,7 @@ class Center:
         self.steps += head["steps"]
         self.tokens += head["tokens"]
         self.decay += float(head["decay"])
+        self.masters = head.get("masters", False)
         if self.bias is not None and head["steps"]:
             self.loads[member.number] = torch.tensor(head["loads"], dtype=torch.int64)
             rate = self.bounds.bias_rate * head["steps"] / self.here
@@ -361,7 +365,7 @@ class Center:
                 f"the server's folder was made with islands.rule={facts['rule']}, and now islands.rule="
                 f"{self.config.rule}; set it back, or choose another output"
             )
-        vars(self).update((key, facts[key]) for key in TOTALS)
+        vars(self).update((key, facts[key]) for key in TOTALS if key in facts)
         self.rule.restore({name[5:]: tensor for name, tensor in tensors.items() if name.startswith("rule.")})
         self.loads = {int(name[6:]): tensor for name, tensor in tensors.items() if name.startswith("loads.")}
         self.spent = {int(name[6:]): tensor for name, tensor in tensors.items() if name.startswith("spent.")}

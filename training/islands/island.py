@@ -242,6 +242,7 @@ class Island:
             del numbers  # the numbers of a whole model would fill most of the host's memory
         tokens = self.steps * self.run.config.batch * self.run.config.data.sequence
         head: dict[str, Any] = {"steps": self.steps, "tokens": tokens, "decay": self.learned * gain, "all": all}
+        head["masters"] = True  # older islands pulled copies together before their last push
         if self.moves_bias:
             head["loads"] = loads.tolist()
         data = center.join(head, *writer.parts()) if self.run.leads else b""

@@ -25,6 +25,8 @@ from training.islands.places import Layout, Place
 from training.islands.plan import agreed
 from training.model.decoder import Decoder
 from training.model.moe import MoE
+from training.optim.config import settled
+from training.optim.copies import is_stack, pull_
 from training.optim.slots import make_slot
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import alone, end_with_parent
@@ -132,12 +134,15 @@ def bounds_of(config: TrainConfig, layout: Layout) -> Bounds:
 
 @torch.no_grad()
 def filled(config: TrainConfig, model: Decoder, center: Center) -> Decoder:
-    """Fill a model with the server's weights."""
+    """Fill a model with the server's weights, its copies pulled together as an export has them."""
+    shrink = (settled(config.optim, model.moe).shrink or 0.0) if center.masters else 0.0
     for name, parameter in learned(model).items():
         place = center.layout.places[name]
         slot = make_slot(config.optim, name, parameter, {})
         scale = float(torch.tensor(-center.decay * slot.decay * slot.multiplier, dtype=torch.float64).exp())
         parameter.copy_(scale * center.rule.model[place.first : place.last].view_as(parameter))
+        if shrink and model.moe is not None and is_stack(name):
+            pull_(parameter, model.moe.granularity, shrink)
     if center.bias is not None:
         for bias, moved in zip(routers(model), center.bias, strict=True):
             bias.copy_(moved)

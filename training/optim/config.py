@@ -56,8 +56,8 @@ class OptimConfig:
     # dense training). null: 0.5 if the router chooses in each slice and
     # the copies began equal, else 0
     share: float | None = None
-    # also for copies: share of each expert's distance to the mean of its copies that the end of a run removes. null:
-    # 0.3 if the router chooses in each slice and the copies began equal, else 0
+    # also for copies: share of each expert's distance to the mean of its copies that validations and exports leave out;
+    # training goes on without it. null: 0.3 if the router chooses in each slice and the copies began equal, else 0
     shrink: float | None = None
     # skip a step whose loss or gradient norm is this many standard deviations above the mean; 0: never
     spike_sigma: float = 0.0

@@ -5,7 +5,7 @@ copies. It sees only some of the tokens, so its gradient is noisier than the den
 with noise, so copies move apart faster than they learn. Two remedies help (docs/science.md):
 
     pull_(gradient, slices, 0.5)     # learn half from its own tokens, half from the tokens of all copies
-    pull_(weight, slices, 0.25)      # at the end, remove a quarter of the distance to the copies' mean
+    pull_(weight, slices, 0.25)      # to use the weights, remove a quarter of the distance to the copies' mean
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from training.model.lora import is_adapter
 from training.parallel.collectives import local
 
 # the mesh axes that divide experts, the outer one first
 OVER = ("ep", "edp_shard")
+
+
+def is_stack(name: str) -> bool:
+    """Return whether a parameter is a stack of experts. Adapters are none: the mean of their products is not the
+    product of their means."""
+    return "experts" in name.split(".") and not is_adapter(name)
 
 
 @torch.no_grad()

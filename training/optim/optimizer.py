@@ -18,18 +18,18 @@ Muon gathers divided matrices. torch's AdamW and Muon have no masters, no mean o
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from training.kernels import updates
-from training.model.lora import is_adapter
 from training.model.names import plain_name
 from training.optim.adamw import adamw_, make_buckets, tensors_of
 from training.optim.config import OptimConfig, settled
-from training.optim.copies import pull_
+from training.optim.copies import is_stack, pull_
 from training.optim.guard import Reduce, global_norm
 from training.optim.muon import muon_
 from training.optim.slots import Slot, copy_masters, make_slot
@@ -66,8 +66,9 @@ class Optimizer(torch.optim.Optimizer):
         self.skipped, self.in_a_row, self.longest = (
             torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)
         )
-        # saved in checkpoints, with the number of steps in the mean; a resume fills the tensors in place
-        self.param_groups[0] |= {"skipped": self.skipped, "in_a_row": self.in_a_row, "averaged": 0}
+        # saved in checkpoints, with the number of steps in the mean; a resume fills the tensors in place. Checkpoints
+        # of older versions have no shrink, because their runs pulled the masters at the end: it is 0 until a step ends
+        self.param_groups[0] |= {"skipped": self.skipped, "in_a_row": self.in_a_row, "averaged": 0, "shrink": 0.0}
 
     def follow(self, config: OptimConfig) -> None:
         """Use `config` from now on for parameters with gradients; the others keep their weights and moments."""
@@ -83,9 +84,7 @@ class Optimizer(torch.optim.Optimizer):
         wide = torch.float64 if device.type == "cpu" else torch.float32
         self.rates = {slot.multiplier: torch.zeros((), dtype=wide, device=device) for slot in self.slots}
         self.share, self.shrink = config.share or 0.0, config.shrink or 0.0
-        # adapters do not count as copies: the mean of their products is not the product of their means
-        experts = [s for s in self.slots if "experts" in s.name.split(".") and not is_adapter(s.name)]
-        self.copies = experts if self.share or self.shrink else []
+        self.copies = [slot for slot in self.slots if is_stack(slot.name)] if self.share else []
 
     @torch.no_grad()
     def clip(self, reduce: Reduce | None = None, elsewhere: Container[str] = ()) -> Tensor:
@@ -133,16 +132,37 @@ class Optimizer(torch.optim.Optimizer):
         return taken
 
     @torch.no_grad()
-    def finish(self, step: int, steps: int) -> None:
-        """Update the mean of weights, and after the last step apply the mean and the shrink."""
-        if self.config.average:
+    def finish(self, step: int, steps: int, last: bool = True) -> None:
+        """End a step of a stage. In the `last` stage update the mean of weights, which replaces them after the last
+        step."""
+        self.param_groups[0]["shrink"] = self.shrink
+        if last and self.config.average:
             self.average(step, steps)
-        else:
+        elif last:
             self.param_groups[0]["averaged"] = 0  # the next checkpoint stores no mean
-        if step == steps and self.shrink:
-            for slot in self.copies:
-                pull_(slot.master, self.slices, self.shrink)
-            copy_masters(self.copies)
+
+    @property
+    def pulled(self) -> list[Slot]:
+        """Return the experts that differ in use from what is trained, also those that do not learn now."""
+        experts = [(name, p) for name, p in self.named if self.param_groups[0]["shrink"] and is_stack(name)]
+        return [make_slot(self.config, name, p, self.state[p]) for name, p in experts]
+
+    @contextmanager
+    def viewed(self) -> Iterator[None]:
+        """Show weights as a validation and an export use them: copies are pulled together, and afterwards every bit is
+        restored. All ranks call this together."""
+        slots = self.pulled
+        masters = [local(slot.master.detach()) for slot in slots]
+        before = [master.clone() for master in masters]
+        try:
+            for slot in slots:
+                pull_(slot.master, self.slices, self.param_groups[0]["shrink"])
+            copy_masters(slots)
+            yield
+        finally:
+            for master, old in zip(masters, before, strict=True):
+                master.copy_(old)
+            copy_masters(slots)
 
     def average(self, step: int, steps: int) -> None:
         """Add a step's weights to the mean of the last steps; after the last step the mean replaces them."""

@@ -113,6 +113,7 @@ def copy_where_apart(stored: Sequence[Tensor], used: Sequence[Tensor]) -> None:
         torch._foreach_copy_([k for k, _ in pairs], [u for _, u in pairs])
 
 
+@torch.no_grad()
 def copy_masters(slots: Sequence[Slot]) -> None:
     """Round master weights into their parameters, where these have a lower dtype."""
     copy_where_apart([local(slot.parameter) for slot in slots], [local(slot.master) for slot in slots])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 from training.config.suite import suite_of
@@ -10,6 +11,7 @@ from training.data.open import open_validation
 from training.observe.metrics import Metrics
 from training.observe.metrics import read as read_metrics
 from training.parallel.collectives import broadcast
+from training.parallel.shard import reshard
 from training.run.build import Run
 from training.run.saving import due
 from training.run.step import validate
@@ -50,6 +52,17 @@ def missing(run: Run, step: int, measures: Measures) -> Measures:
     row = next((row for row in read_metrics(run.folder) if row["step"] == step), {}) if run.leads else {}
     names = broadcast([name for name in measures if not any(key.startswith(name) for key in row)])
     return {name: measures[name] for name in names}
+
+
+@contextmanager
+def viewed(run: Run) -> Iterator[None]:
+    """Show the run's weights as an export has them, and free what was gathered of them afterwards."""
+    with run.optimizer.viewed():
+        try:
+            yield
+        finally:
+            for part in run.parts:
+                reshard(part)
 
 
 def measured(metrics: Metrics, step: int, measures: Measures) -> bool:

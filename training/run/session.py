@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -154,8 +154,7 @@ class Session:
         assert self.make_step is not None
         learned = self.make_step(batches, self.lr)
         self.state.step, run.place.cursor = self.state.step + 1, self.cursor
-        if run.stage is run.stages[-1]:
-            run.optimizer.finish(done + 1, run.stage.config.steps)
+        run.optimizer.finish(done + 1, run.stage.config.steps, run.stage is run.stages[-1])
         return dict(learned)
 
     def exchange(self) -> dict[str, Value]:
@@ -200,7 +199,9 @@ class Session:
         """Save the run after the log is on disk."""
         self.watch.enter("checkpoint")
         self.metrics.sync()
-        self.checkpoints.save(self.state.step, self.state, last=self.state.step == self.config.steps)
+        # a thread may write the last weights from where they are, unless a validation shows others there
+        last = self.state.step == self.config.steps and not self.run.optimizer.pulled
+        self.checkpoints.save(self.state.step, self.state, last=last)
         self.saved = self.state.step
 
     def due_measures(self) -> measures.Measures:
@@ -216,7 +217,8 @@ class Session:
         """Compute and log measures; a signal during them stops the run."""
         if wanted and isinstance(self.make_step, Recorded):
             self.make_step.make_room()
-        self.stopped = not measures.measured(self.metrics, self.state.step, wanted)
+        with measures.viewed(self.run) if wanted else nullcontext():
+            self.stopped = not measures.measured(self.metrics, self.state.step, wanted)
 
     def finish(self) -> None:
         """Save, close the log, and at the run's end draw the picture and write the exports."""
@@ -238,7 +240,8 @@ class Session:
         if config.export and not self.exported:
             self.watch.enter("export")
             model, newest = saving.whole_of(run)
-            export(model, run.origin, config.export, saved=newest, facts=facts)
+            with run.optimizer.viewed() if newest is None else nullcontext():  # the checkpoint says it itself
+                export(model, run.origin, config.export, saved=newest, facts=facts)
         if config.lora.export and not self.adapted:
             self.watch.enter("export")
             peft.write(Weights(*saving.whole_of(run)), run.origin, config.lora, facts)

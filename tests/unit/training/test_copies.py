@@ -1,10 +1,12 @@
-"""Copies of an expert learn from each other and give up, at the end, a part of what tells them apart."""
+"""Copies of an expert learn from each other, and give up a part of what tells them apart where the model is used."""
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +14,20 @@ from torch import Tensor, nn
 
 from tests.parallel import models
 from tests.parallel.ranks import run
-from tests.unit.training.test_train import config
+from tests.unit.training.test_train import config, losses
 from tests.unit.training.test_train import place as place
-from training.checkpoint.layout import described, opened
-from training.checkpoint.standalone import no_weights
+from training import export
+from training.checkpoint.layout import described, load, opened
+from training.checkpoint.standalone import load_step, no_weights, shards_of
+from training.checkpoint.state import Checkpoints, TrainState
+from training.model.decoder import Decoder
 from training.optim.config import OptimConfig, settled
 from training.optim.copies import pull_
 from training.optim.optimizer import Optimizer
 from training.optim.slots import multiplier
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.shard import parallelize
+from training.run import measures
 from training.run.build import start
 from training.run.loop import train
 from training.run.preflight import preflight
@@ -137,15 +143,153 @@ def test_a_part_is_shared_by_default_where_the_router_chooses_in_each_slice() ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_last_step_gives_up_a_part_of_what_tells_copies_apart(dtype: torch.dtype) -> None:
+def test_a_view_pulls_copies_together_and_restores_every_bit(dtype: torch.dtype) -> None:
     optimizer, weight, _ = experts_after_a_step(OptimConfig(share=0.0, shrink=0.25), dtype)
-    before = optimizer.slots[0].master.detach().clone()
-    optimizer.finish(3, 4)
-    assert torch.equal(optimizer.slots[0].master, before)
+    master = optimizer.slots[0].master.detach()
+    before, rounded = master.clone(), weight.detach().clone()
+    with optimizer.viewed():
+        assert torch.equal(master, before)  # no step was finished, as after loading an older checkpoint
     optimizer.finish(4, 4)
+    assert torch.equal(master, before)
     want = pulled(before, 2, 0.25)
-    torch.testing.assert_close(optimizer.slots[0].master, want, rtol=1e-6, atol=0)
-    assert torch.equal(weight, want.to(dtype)) and not torch.equal(want, before)
+    with pytest.raises(KeyboardInterrupt), optimizer.viewed():
+        torch.testing.assert_close(master, want, rtol=1e-6, atol=0)
+        assert torch.equal(weight, want.to(dtype)) and not torch.equal(want, before)
+        raise KeyboardInterrupt
+    assert torch.equal(master, before) and torch.equal(weight, rounded)
+
+
+SLICED = [
+    "target=upcycled",
+    "method.name=virtual_group",
+    "experts=4",
+    "granularity=2",
+    "top_k=2",
+    "router.choice=each-slice",
+]
+RUN = [
+    *(f"model.upcycle.{word}" for word in ("target=upcycled", "router.choice=each-slice")),
+    *("schedule.shape=constant", "schedule.warmup=0", "schedule.peak=5e-3", "model.dtype=float32"),
+    *("checkpoint.every=2", "checkpoint.keep=9", "valid_every=2"),
+]
+
+
+def masters(run: Path, step: int) -> dict[str, Tensor]:
+    """The experts in a checkpoint."""
+    saved = shards_of(run, run / "checkpoints" / f"step-{step:08}")
+    names = [name for name in saved.tensors if name.startswith("model.") and "experts" in name.split(".")]
+    return {name: saved.read(name) for name in names}
+
+
+def used(folder: Path) -> dict[str, Tensor]:
+    """The experts of an exported folder, stacked as in a checkpoint."""
+    with opened(folder) as origin:
+        model = load(Decoder(origin.spec), origin)
+    return {f"model.{n}": p.detach() for n, p in model.named_parameters() if "experts" in n.split(".")}
+
+
+def with_old_ends(patch: pytest.MonkeyPatch) -> None:
+    """Let runs end as they did before checkpoints said their shrink: the last step pulled the masters."""
+
+    def finish(self: Optimizer, step: int, steps: int, last: bool = True) -> None:
+        for slot in self.slots if step == steps else ():
+            if "experts" in slot.name.split("."):
+                pull_(slot.master, self.slices, self.shrink)
+
+    real = TrainState.tensors
+
+    def tensors(self: TrainState, rank: int) -> dict[str, Tensor]:
+        for group in self.groups().values():
+            group.pop("shrink", None)
+        found = real(self, rank)
+        for group in self.groups().values():
+            group["shrink"] = 0.0
+        return found
+
+    patch.setattr(Optimizer, "finish", finish)
+    patch.setattr(TrainState, "tensors", tensors)
+
+
+def test_a_finished_run_that_goes_on_is_the_run_in_one_piece(place: Path, tmp_path: Path) -> None:
+    """Its validations, which other runs do not make, leave no trace either."""
+    whole = train(config(place, tmp_path / "whole", *RUN, f"export={tmp_path / 'a'}", steps=4))
+    quiet = train(config(place, tmp_path / "quiet", *RUN, "data.valid=[]", steps=4))
+    parts = train(config(place, tmp_path / "parts", *RUN, steps=2))
+    with pytest.warns(UserWarning, match=r"steps was 2 and is 4"):
+        train(config(place, parts, *RUN, f"export={tmp_path / 'b'}", steps=4))
+    assert losses(parts) == losses(whole) and losses(whole)[-1][3]
+    for step in (2, 4):
+        want = masters(whole, step)
+        assert all(torch.equal(each, masters(quiet, step)[name]) for name, each in want.items())
+        assert all(torch.equal(each, masters(parts, step)[name]) for name, each in want.items())
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert a == b
+
+
+def test_every_export_and_validation_is_of_the_pulled_weights(place: Path, tmp_path: Path) -> None:
+    run = train(config(place, tmp_path / "run", *RUN, f"export={tmp_path / 'own'}", steps=4))
+    export(run, tmp_path / "step-4")
+    assert (tmp_path / "own" / "model.safetensors").read_bytes() == (
+        tmp_path / "step-4" / "model.safetensors"
+    ).read_bytes()
+    export(run / "checkpoints" / "step-00000002", tmp_path / "step-2")
+    for step in (2, 4):
+        folder, held = tmp_path / f"step-{step}", masters(run, step)
+        have = used(folder)
+        assert have.keys() == held.keys() and held
+        for name, each in held.items():
+            torch.testing.assert_close(have[name], pulled(each, 2, 0.3), rtol=1e-6, atol=1e-7)
+            assert not torch.equal(have[name], each)
+        with opened(folder) as origin, torch.device("meta"):
+            model = Decoder(origin.spec)
+        model.to_empty(device="cpu")
+        load_step(model, run, run / "checkpoints" / f"step-{step:08}")  # what evaluation reads
+        assert all(torch.equal(model.get_parameter(name.removeprefix("model.")), have[name]) for name in have)
+        again = [*RUN, "model.upcycle=null", f"model.source={folder}", "balance.bias_rate=0", "batch=2"]
+        first = losses(train(config(place, tmp_path / f"again-{step}", *again, steps=1)))[0][3]
+        assert first == pytest.approx(next(row[3] for row in losses(run) if row[0] == step), rel=1e-6)
+
+
+def test_a_last_checkpoint_that_is_written_during_a_validation_holds_the_masters(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(config(place, tmp_path / "plain", *RUN, "data.valid=[]", steps=2))
+    validates, wrote = threading.Event(), threading.Event()
+    write, measured = Checkpoints.write, measures.measured
+
+    def writes(self: Checkpoints, *given: Any) -> None:
+        assert validates.wait(60)
+        write(self, *given)
+        wrote.set()
+
+    def measures_meanwhile(metrics: Any, step: int, wanted: Any) -> bool:
+        if step == 2:
+            validates.set()
+            assert wrote.wait(60)
+        return measured(metrics, step, wanted)
+
+    monkeypatch.setattr(Checkpoints, "write", writes)
+    monkeypatch.setattr(measures, "measured", measures_meanwhile)
+    run = train(config(place, tmp_path / "run", *RUN, steps=2))
+    have, want = masters(run, 2), masters(plain, 2)
+    assert want and all(torch.equal(have[name], want[name]) for name in want)
+
+
+def test_an_older_run_is_not_pulled_twice(place: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        with_old_ends(patch)
+        run = train(config(place, tmp_path / "run", *RUN, "data.valid=[]", steps=2))
+    held = masters(run, 2)
+    train(config(place, run, *RUN, f"export={tmp_path / 'own'}", steps=2))  # which also validates
+    export(run, tmp_path / "later")
+    for folder in (tmp_path / "own", tmp_path / "later"):
+        have = used(folder)
+        assert held and all(torch.equal(have[name], each) for name, each in held.items())
+    with pytest.warns(UserWarning, match=r"steps was 2 and is 3"):
+        train(config(place, run, *RUN, steps=3))  # new steps are marked
+    export(run, tmp_path / "third")
+    have, name = used(tmp_path / "third"), next(iter(held))
+    torch.testing.assert_close(have[name], pulled(masters(run, 3)[name], 2, 0.3), rtol=1e-6, atol=1e-7)
 
 
 def test_a_run_knows_its_copies_and_refuses_to_have_none(place: Path, tmp_path: Path) -> None:
@@ -176,7 +320,7 @@ def test_a_run_knows_its_copies_and_refuses_to_have_none(place: Path, tmp_path: 
 def test_a_folder_says_whether_its_experts_are_copies(
     place: Path, tmp_path: Path, source: str, words: list[str], copies: bool
 ) -> None:
-    """Else optim.shrink would end a run by mixing what has nothing in common."""
+    """Else optim.shrink would mix what has nothing in common."""
     moe, folder = tmp_path / "copies", tmp_path / "moe"
     assert upcycle(["convert", f"source={place / 'dense'}", f"output={moe}", "target=qwen2_moe", "experts=4"]) == 0
     base = moe if source == "moe" else place / "dense"
@@ -184,16 +328,6 @@ def test_a_folder_says_whether_its_experts_are_copies(
     own = ["model.upcycle=null", f"model.source={folder}", "balance.bias_rate=0", "optim.shrink=0.3"]
     with nullcontext() if copies else pytest.raises(ValueError, match=r"optim.shrink is 0.3, but no expert"):
         preflight(config(place, tmp_path / "run", *own))
-
-
-SLICED = [
-    "target=upcycled",
-    "method.name=virtual_group",
-    "experts=4",
-    "granularity=2",
-    "top_k=2",
-    "router.choice=each-slice",
-]
 
 
 @pytest.mark.parametrize(

@@ -64,10 +64,15 @@ def test_recorded_steps_are_the_steps_with_stops_and_stages(
         train(config(place, tmp_path / "parts", *ASKED))
     parts = train(config(place, tmp_path / "parts", *ASKED))
     assert len(recordings) == 2 and losses(parts) == losses(plain)  # two steps were left, which are as they are
+    sliced = ["model.upcycle.target=upcycled", "model.upcycle.router.choice=each-slice"]
+    plain = train(config(place, tmp_path / "plain-slices", "model.graph=false", "data.valid=[]", *sliced))
+    run = train(config(place, tmp_path / "slices", *ASKED, "valid_every=2", *sliced))  # which shows pulled copies
+    assert len(recordings) == 3
+    assert [row[:3] for row in losses(run) if row[0]] == [row[:3] for row in losses(plain) if row[0]]
     words = ["stages=[{steps: 5, optim: {router_lr: 0.5}}, {steps: 5, schedule: {peak: 1.0e-4}, batch: 8}]"]
     plain = train(config(place, tmp_path / "plain-stages", "model.graph=false", *words, steps=10))
     run = train(config(place, tmp_path / "stages", *ASKED, *words, steps=10))
-    assert len(recordings) == 4 and losses(run) == losses(plain)
+    assert len(recordings) == 5 and losses(run) == losses(plain)
 
 
 @pytest.mark.parametrize(("held", "times"), [(51, 3), (49, 1)])  # of 100 bytes

@@ -21,12 +21,14 @@ import pytest
 import torch
 
 from tests.islands import SECRET
+from tests.unit.training.test_copies import masters, pulled, used
 from tests.unit.training.test_train import WORDS, Stopped, config, losses, moe, place, stops_before
 from training.__main__ import main
 from training.checkpoint.state import found
 from training.config.schema import TrainConfig
 from training.islands import island as island_module
 from training.islands import run as run_module
+from training.islands.center import Center
 from training.islands.config import IslandsConfig
 from training.islands.island import Island
 from training.islands.link import frames, wire
@@ -228,6 +230,30 @@ def test_islands_learn_from_each_other_and_the_export_is_the_servers_model(place
     assert 0 < row["islands/bytes_up"] < 4 * numbers
     late = read_metrics(tmp_path / "b")
     assert late[0]["valid/valid/loss"] < rows[0]["valid/valid/loss"]
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_server_exports_its_islands_copies_pulled_together_once(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool
+) -> None:
+    """An older island pulled its copies before its last push, and did not say that an export should."""
+    if old:
+        head_of = Center.head_of
+
+        def unsaid(*given: Any) -> Any:
+            head, rest = head_of(*given)
+            return {key: value for key, value in head.items() if key != "masters"}, rest
+
+        monkeypatch.setattr(Center, "head_of", unsaid)
+    more = [*EVERYTHING, "schedule.warmup=0", "model.upcycle.target=upcycled", "model.upcycle.router.choice=each-slice"]
+    out = tmp_path / "model"
+    with server(served(place, tmp_path, *more, f"export={out}", "islands.count=1", steps=2)) as here:
+        run = train(joined(place, tmp_path, "one", here.port, *more, steps=2))
+    have, held = used(out), masters(run, 2)
+    for name, each in held.items():
+        want = each if old else pulled(each, 2, 0.3)
+        torch.testing.assert_close(have[name], want, rtol=1e-6, atol=1e-6)
+        assert float((pulled(each, 2, 0.3) - each).abs().max()) > 1e-4
 
 
 def test_local_islands_begun_again_after_their_end_say_so_and_write_nothing(
