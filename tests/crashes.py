@@ -635,7 +635,11 @@ def commands(place: Path) -> dict[str, Command]:
 
     def again_scored(folder: Path) -> int:
         """Score on a suite in place of the scores on another one, which must be there until the new ones are."""
-        assert logged.load(folder).tasks
+        try:
+            assert logged.load(folder).tasks
+        except ValueError as error:  # a read that was made to fail
+            print(f"upcycle: {error}", file=sys.stderr)
+            return 2
         return upcycle(["facts", "score", dense, f"suite={place / 'suite'}", f"output={folder}", "device=cpu"])
 
     def studied(here: Path) -> Any:
