@@ -23,6 +23,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -278,6 +279,7 @@ class Checkpoints:
         self.world = dist.get_world_size() if distributed else 1
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
+        self.live = False  # whether the current save reads the state itself, not a copy
         self.failures = 0  # failures in a row
         self.copies: dict[str, Tensor] = {}  # kept between saves, because pinned memory is slow to allocate
 
@@ -292,7 +294,7 @@ class Checkpoints:
         parts = {name: local(tensor.detach()) for name, tensor in live.items()}
         self.check_finite(step, parts)
         staged = self.copy(parts) if self.asynchronous and not last else parts
-        self.pending = self.thread.submit(self.write, step, live, staged)
+        self.pending, self.live = self.thread.submit(self.write, step, live, staged), staged is parts
         if not self.asynchronous:
             self.wait()
 
@@ -356,6 +358,11 @@ class Checkpoints:
         """Return the newest complete checkpoint after comparing every byte with its sums, or None."""
         self.wait()
         return self.newest(set_aside=False)
+
+    def rest(self) -> None:
+        """Wait until the current save reads no weights of the model, and leave its failure to the next call."""
+        if self.pending is not None and self.live:
+            wait_for([self.pending])
 
     def wait(self) -> None:
         """Wait until the current save is on disk. Raise its failure."""
@@ -449,9 +456,7 @@ class Checkpoints:
                 removed = path.with_name(path.name.partition(".")[0] + ".removed")
                 shutil.rmtree(removed, ignore_errors=True)
                 os.rename(path, removed)  # so that a kill leaves no half checkpoint under its name
-        for path in self.folder.iterdir():
-            if WASTE.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+        remove_waste(self.folder)
 
     # ---- all ranks together
 
@@ -505,6 +510,13 @@ def found(folder: Path) -> list[Path]:
     paths = folder.iterdir() if folder.is_dir() else ()
     named = [path for path in paths if STEP.fullmatch(path.name)]
     return sorted(named, key=lambda path: (-step_of(path), path.name))
+
+
+def remove_waste(folder: Path) -> None:
+    """Remove half-written and half-removed checkpoints of a folder, which need not exist."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if WASTE.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def step_of(path: Path) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from training.checkpoint import layout
 from training.checkpoint.export import export, exported
 from training.checkpoint.layout import Origin
-from training.checkpoint.state import found, step_of
+from training.checkpoint.state import found, remove_waste, step_of
 from training.config.schema import TrainConfig
 from training.experts import SPECIFICATION
 from training.islands.center import Bounds, Center
@@ -192,6 +192,7 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
         raise ValueError(f"{sum(map(bool, codes))} of {count} islands ended early; run the same command to continue")
     for number in range(count) if done and not islands else ():  # all had left in an earlier run
         with alone(folder / f"island-{number}"):  # which removes what a killed island left
+            remove_waste(folder / f"island-{number}" / CHECKPOINTS)
             saved = found(folder / f"island-{number}" / CHECKPOINTS)
         # an island that was killed after it left, before it saved, has pushed its last step
         if saved and step_of(saved[0]) < config.steps and center.steps < count * config.steps:

@@ -199,9 +199,7 @@ class Session:
         """Save the run after the log is on disk."""
         self.watch.enter("checkpoint")
         self.metrics.sync()
-        # a thread may write the last weights from where they are, unless a validation shows others there
-        last = self.state.step == self.config.steps and not self.run.optimizer.pulled
-        self.checkpoints.save(self.state.step, self.state, last=last)
+        self.checkpoints.save(self.state.step, self.state, last=self.state.step == self.config.steps)
         self.saved = self.state.step
 
     def due_measures(self) -> measures.Measures:
@@ -217,6 +215,8 @@ class Session:
         """Compute and log measures; a signal during them stops the run."""
         if wanted and isinstance(self.make_step, Recorded):
             self.make_step.make_room()
+        if wanted and self.run.optimizer.pulled:
+            self.checkpoints.rest()  # a thread may write the last weights from where the view shows others
         with measures.viewed(self.run) if wanted else nullcontext():
             self.stopped = not measures.measured(self.metrics, self.state.step, wanted)
 
