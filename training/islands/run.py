@@ -39,11 +39,14 @@ from upcycle.io import disk
 Ready = Callable[[Server], Callable[[], bool]]
 
 
-def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> tuple[str, Center]:
+def serve(
+    config: TrainConfig, ready: Ready = lambda server: lambda: False, *, stays: bool = False
+) -> tuple[str, Center]:
     """Serve until all islands have left or the server is asked to stop; return a sentence, and the state at the end.
 
     If all had left before, only write a missing export. `ready` is called when the server listens, and returns a
-    function that says whether it should stop."""
+    function that says whether it should stop; a server that `stays` ends only then. An island that was killed between
+    its leave and its last save comes back for its last answer."""
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for what the server keeps")
     check_writable("output", Path(config.output))
@@ -67,7 +70,7 @@ def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> t
                 server = Server(center, journal, config.islands, secret, agreed(config))
                 print(f"islands: {center.layout.size:,} numbers, listening on port {server.port}", flush=True)
                 asked = ready(server)
-                server.run(lambda: stop.signal is not None or asked())
+                server.run(lambda: stop.signal is not None or asked(), stays)
                 journal.save()
         finally:
             journal.close()
@@ -182,7 +185,7 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
 
     done = False
     try:
-        said, center = serve(replace(config, islands=own), ready)
+        said, center = serve(replace(config, islands=own), ready, stays=True)
         done = center.done
     finally:
         for island in islands if not done else ():

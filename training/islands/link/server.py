@@ -88,8 +88,8 @@ class Server:
     def port(self) -> int:
         return int(self.listener.getsockname()[1])
 
-    def run(self, stop: Callable[[], bool]) -> None:
-        """Serve until `stop` says so, or all islands have left."""
+    def run(self, stop: Callable[[], bool], stays: bool = False) -> None:
+        """Serve until `stop` says so, or all islands have left, unless it `stays` for those that come back."""
         accepting = threading.Thread(target=self.accept, daemon=True)
         accepting.start()
         try:
@@ -99,7 +99,7 @@ class Server:
                     self.changed.wait(0.2)
                     with contextlib.suppress(Cut):  # an error of the disk is in `failed`
                         self.expel()
-                    done = self.center.done
+                    done = self.center.done and not stays
                 for number, stranger in list(self.strangers.items()):
                     if time.monotonic() > stranger.until:
                         self.shed(number)

@@ -86,6 +86,29 @@ def test_a_lost_answer_is_given_again_and_the_push_counts_once(tmp_path: Path, m
         assert torch.equal(a.has, has(server, a))
 
 
+def test_a_server_that_stays_answers_an_island_that_left_and_lost_its_last_answer(tmp_path: Path) -> None:
+    _, journal, server = islands.made(tmp_path, count=1)
+    over = threading.Event()
+    thread = threading.Thread(target=server.run, args=(over.is_set, True), daemon=True)
+    thread.start()
+    a = Islander("a", server.port, 2, tmp_path)
+    a.join()
+    a.exchange()
+    a.keep()
+    a.exchange()
+    a.link.leave()
+    assert server.center.done
+    again = Islander("a", server.port, 2, tmp_path)  # killed before it kept its last exchange
+    assert again.seq == 1 and again.join()["goes_on"]
+    again.exchange()
+    assert torch.equal(again.has, server.center.rule.model) and server.center.pushes == 2
+    again.link.leave()
+    over.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    journal.close()
+
+
 def test_a_push_that_comes_twice_is_told_the_same_and_one_too_early_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         a = island(server, "a")
