@@ -57,7 +57,7 @@ class OptimConfig:
     # the copies began equal, else 0
     share: float | None = None
     # also for copies: share of each expert's distance to the mean of its copies that validations and exports leave out;
-    # training goes on without it. null: 0.3 if the router chooses in each slice and the copies began equal, else 0
+    # training continues without it. null: 0.3 if the router chooses in each slice and the copies began equal, else 0
     shrink: float | None = None
     # skip a step whose loss or gradient norm is this many standard deviations above the mean; 0: never
     spike_sigma: float = 0.0
