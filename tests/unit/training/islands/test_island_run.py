@@ -306,7 +306,7 @@ def test_half_a_secret_is_none(place: Path, tmp_path: Path, monkeypatch: pytest.
         run_module.local(given, [])
     assert not list(tmp_path.rglob("secret*"))
 
-    def served(*_: object) -> None:
+    def served(*_: object, **__: object) -> None:
         raise Stopped
 
     (tmp_path / "try" / "islands").mkdir(parents=True)  # as a server leaves it that fails before its log
