@@ -33,9 +33,8 @@ def main(words: list[str]) -> None:
     asked |= dict(word.split("=", 1) for word in words if "=" in word)
     batches = [int(batch) for batch in asked["batches"].split(",")]
     models = {}
-    for folder in reversed(
-        folders
-    ):  # the dense model last: the first model decides whether vLLM makes its groups for experts
+    # the dense model last: the first model decides whether vLLM makes its groups for experts
+    for folder in reversed(folders):
         start = time.monotonic()
         models[folder] = LLM(
             model=folder, dtype=asked["dtype"], enforce_eager=asked["eager"] == "true", max_model_len=256, seed=0,

@@ -327,7 +327,7 @@ CHILD = "import os, signal, sys, time; signal.signal(15, signal.SIG_IGN)" \\
     "; from pathlib import Path; from upcycle.io import publish; folder = Path(sys.argv[1]).with_suffix('')" \\
     "; publish.alone(folder / publish.LOCK, folder).__enter__()" \\
     "; open(sys.argv[1] + '.new', 'w').write(str(os.getpid())); os.rename(sys.argv[1] + '.new', sys.argv[1])" \\
-    "; time.sleep(600)"
+    "; time.sleep(float(os.environ.get('ORPHAN', '600'))); open(sys.argv[1] + '.orphan', 'w')"
 
 def again(*words):
     out = next(word for word in words if word.startswith("output=")).removeprefix("output=")
@@ -340,7 +340,7 @@ run.local(config(Path(place), Path(out), "islands.local=2", "islands.patience=0.
 
 
 def test_local_islands_end_with_their_server(place: Path, tmp_path: Path) -> None:
-    """End even islands that ignore SIGTERM, and free their locks."""
+    """End even islands that ignore SIGTERM, and free their locks. An island that nobody ends leaves a mark."""
 
     def alive(pid: str) -> bool:
         stat = Path("/proc", pid, "stat")
@@ -359,6 +359,7 @@ def test_local_islands_end_with_their_server(place: Path, tmp_path: Path) -> Non
         parent.wait()
     while any(alive(file.read_text()) for file in files):
         time.sleep(0.1)
+    assert not list(tmp_path.rglob("*.orphan"))
     for folder in (file.with_suffix("") for file in files):
         with publish.alone(folder / publish.LOCK, folder):
             pass
