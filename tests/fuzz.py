@@ -46,6 +46,7 @@ import yaml
 import zstandard
 
 from evaluation.ask import run as asking
+from evaluation.ask import tasks
 from evaluation.ask.load import end_tokens, load_tokenizer
 from evaluation.ask.offline import splits
 from evaluation.ask.remember import Remembered
@@ -60,7 +61,7 @@ from evaluation.studies.judging import outcome
 from evaluation.studies.plan import read_study
 from tests import bits
 from tests.parity import test_siblings, tiny
-from tests.unit.evaluation import test_compare, test_report
+from tests.unit.evaluation import test_compare, test_report, test_suite_sandbox, test_tasks
 from tests.unit.training import test_data
 from tests.unit.training.test_state import small
 from tests.unit.upcycle.plans import readable
@@ -86,10 +87,12 @@ from upcycle.io.disk import sha256
 from upcycle.io.job import Worker
 from upcycle.io.publish import digest
 from upcycle.planning.plan import build
+from upcycle.text import templates
 from upcycle.text.tokens import encoder
 from upcycle.verifying import inspect, rebuild
 
-SECONDS, MEMORY = 5.0, 1_000_000_000
+SECONDS, MEMORY = 5.0, 1_000_000_000  # of the processor, because the machine may be busy
+WAITING = 120.0  # seconds in which a call that waits has ended on any machine
 SECRET = "UPCYCLE_FUZZ_SECRET"
 HIDDEN = "sesame-open-4711"
 VALUES: list[Any] = [
@@ -111,6 +114,7 @@ class Reader:
     ]  # of the folder, and of the file that was changed; text that it shows is returned
     files: tuple[str, ...]  # patterns of those that are changed
     sign: Callable[[Path], object] | None = None  # writes sums anew, as who changes a file on purpose would
+    attack: Callable[[Path, random.Random], str] | None = None  # makes half of the mutants: what a stranger would write
 
 
 @dataclass
@@ -302,13 +306,17 @@ def alarm(seconds: float) -> Iterator[None]:
     def ring(*_: object) -> None:
         raise Late
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    timers = {signal.ITIMER_VIRTUAL: (signal.SIGVTALRM, seconds), signal.ITIMER_REAL: (signal.SIGALRM, WAITING)}
+    before = {number: signal.signal(number, ring) for number, _ in timers.values()}
+    for timer, (_, limit) in timers.items():
+        signal.setitimer(timer, limit)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for timer in timers:
+            signal.setitimer(timer, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def resident(key: str) -> int:
@@ -340,7 +348,8 @@ def fuzz(name: str, count: int, place: Path, first: int = 0, said: Callable[[str
         said(str(number))
         draw = random.Random(f"{name} {number}")
         path = draw.choice(files)
-        how = f"{path.name}: {mutate(path, draw)}"
+        change = reader.attack if reader.attack and draw.random() < 0.5 else mutate
+        how = f"{path.name}: {change(path, draw)}"
         if reader.sign is not None and path.is_file() and draw.random() < 0.9:
             with suppress(Exception):  # nothing that can be signed
                 reader.sign(place)
@@ -352,9 +361,9 @@ def fuzz(name: str, count: int, place: Path, first: int = 0, said: Callable[[str
 def one(reader: Reader, place: Path, path: Path, number: int, how: str, report: Report) -> None:
     report.mutants += 1
     if "FUZZ_CHILD" in os.environ:
-        faulthandler.dump_traceback_later(4 * SECONDS, exit=True)  # for what no signal interrupts
+        faulthandler.dump_traceback_later(4 * WAITING, exit=True)  # for what no signal interrupts
     forget()
-    before, begun, shown, fault = resident("VmRSS"), time.monotonic(), "", ""
+    before, begun, shown, fault = resident("VmRSS"), time.process_time(), "", ""
     try:
         with (
             alarm(SECONDS),
@@ -381,7 +390,7 @@ def one(reader: Reader, place: Path, path: Path, number: int, how: str, report: 
         fault = f"traceback: {type(error).__name__} in {place_of(error)}: {' '.join(str(error).split())[:90]}"
     finally:
         faulthandler.cancel_dump_traceback_later()
-    took, seconds = max(0, resident("VmHWM") - before), time.monotonic() - begun
+    took, seconds = max(0, resident("VmHWM") - before), time.process_time() - begun
     report.slowest, report.memory = max(report.slowest, seconds), max(report.memory, took)
     if took > MEMORY and not fault:
         fault = f"memory: more than {MEMORY / 1e9:g} GB"
@@ -923,6 +932,77 @@ def read_published(folder: Path, path: Path) -> None:
     splits(folder, *PUBLISHED[path.relative_to(folder).parts[0]])
 
 
+RAN = "UPCYCLE_FUZZ_RAN"  # names the file that a suite's or a template's code would make
+HOSTILE = [
+    *(way.format(f'"${RAN}"').replace("touch", "touch --") for way in test_suite_sandbox.WAYS.values()),
+    *test_suite_sandbox.LOOPS.values(),
+]
+
+
+def suites(folder: Path) -> None:
+    """A suite of a task and of a task file, next to Python that must not run."""
+    os.environ[RAN] = str(folder / "ran")
+    (folder / "evil.py").write_text(f"import os\nopen(os.environ['{RAN}'], 'w').close()\nf = list\n")
+    written = test_tasks.written(folder)
+    asked = {"task": "asked", "output_type": "multiple_choice", "doc_to_choice": ["b", "c"], "num_fewshot": 1}
+    asked |= {"fewshot_split": "test", "description": "d", "metric_list": [{"metric": "acc"}]}
+    (folder / "x.yaml").write_text(yaml.safe_dump(written | asked))
+    regex = [{"name": "f", "filter": [{"function": "regex", "regex_pattern": "(a+)"}, {"function": "take_first"}]}]
+    rows = (json.dumps({"text": text, "word": "b"}) for text in "abc")
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    test_tasks.suite(folder, written | {"filter_list": regex, "process_docs": None}, str(folder / "x.yaml"))
+
+
+def attack_suite(path: Path, draw: random.Random) -> str:
+    """Put a command, a loop or a Python function at one of the suite's keys."""
+    value = yaml.safe_load(path.read_text())
+    *way, last = draw.choice([way for way in places(value) if way])
+    at, sent = value, draw.choice([*HOSTILE, *(f"!function evil.{name}" for name in "fgf"), "(a+)+$"])
+    for step in way:
+        at = at[step]
+    at[last] = sent
+    path.write_text(re.sub(r"'(!function [\w.]+)'", r"\1", yaml.safe_dump(value)))
+    return f"{last} is {sent}"
+
+
+class Answers(test_suite_sandbox.Writes):
+    def loglikelihood(self, requests: Any, **_: Any) -> list[Any]:
+        return [(-1.0, False)] * len(requests)
+
+
+def asked_suite(folder: Path, path: Path) -> None:
+    try:
+        with mock.patch.object(templates, "SECONDS", 0.2):
+            asking.ask(Answers(), tasks.load(str(folder / "own.yaml")), 0)
+    finally:
+        assert not Path(os.environ[RAN]).exists(), "a suite ran code"
+
+
+def templated(folder: Path) -> None:
+    """A tokenizer with a chat template of its own, and a conversation."""
+    talks(folder)
+    os.environ[RAN] = str(folder / "ran")
+    shutil.copy(
+        Path(__file__).parent / "unit" / "training" / "chat_templates" / "qwen3.jinja", folder / "chat_template.jinja"
+    )
+
+
+def attack_template(path: Path, draw: random.Random) -> str:
+    """Put a command or a loop between two tags of a template."""
+    text, sent = path.read_text(), draw.choice(HOSTILE)
+    at = draw.choice([0, *(found.end() for found in re.finditer(r"[%}]\}", text))])
+    path.write_text(text[:at] + sent + text[at:])
+    return f"{sent} at {at}"
+
+
+def read_template(folder: Path, path: Path) -> None:
+    try:
+        with mock.patch.object(templates, "SECONDS", 0.2):
+            read_talks(folder, path)
+    finally:
+        assert not Path(os.environ[RAN]).exists(), "a template ran code"
+
+
 READERS: dict[str, Reader] = {
     "dense": Reader(dense, read_dense, ("config.json",)),
     "moe": Reader(moe, read_moe, ("mixtral/config.json", "granitemoe/config.json", "upcycled/config.json")),
@@ -948,6 +1028,8 @@ READERS: dict[str, Reader] = {
     "routing": Reader(test_report.routed, lambda folder, path: reported(path), ("*.json",)),
     "answers": Reader(answers, read_answers, ("*.jsonl",)),
     "published": Reader(published, read_published, ("*.*",)),
+    "suite": Reader(suites, asked_suite, ("own.yaml", "x.yaml"), attack=attack_suite),
+    "template": Reader(templated, read_template, ("chat_template.jinja",), attack=attack_template),
 }
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -23,8 +23,9 @@ from typing import IO
 from tqdm import tqdm
 
 from upcycle.cli.frame import printable
+from upcycle.io import publish
 from upcycle.io.disk import sweep
-from upcycle.io.publish import acquire, opened, sign
+from upcycle.io.publish import LOCK, acquire, opened, sign
 
 ROOT = Path(__file__).parents[2]
 POLL = 0.5  # seconds between looks at the processes
@@ -95,6 +96,7 @@ class Workers:
         """Start the next command of a job, if any is left; `before` is the command that has just ended."""
         command = job.left()
         if command is None:
+            unlock(job.folder)
             return
         if command == before:  # the command ended without an error but did not write its files
             self.failures[job.name] = f"{job.name} did not finish: {last_line(job.log)} ({job.log})"
@@ -153,6 +155,13 @@ class Workers:
                 child.process.wait()
                 child.lock.close()
             self.children.clear()
+
+
+def unlock(folder: Path) -> None:
+    """Remove the lock file that a killed command left in a folder whose work is done, unless a process holds it."""
+    if (folder / LOCK).exists():
+        with suppress(ValueError), publish.alone(folder / LOCK, folder):
+            pass
 
 
 def device(devices: Sequence[str], worker: int) -> dict[str, str]:

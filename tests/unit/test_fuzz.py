@@ -27,6 +27,8 @@ SLICE = {
     "weights": 8,
     "conversion": 8,
     "run": 10,
+    "suite": 12,
+    "template": 12,
 }
 
 
@@ -71,6 +73,11 @@ def hang(text: str) -> None:
         time.sleep(0.01)
 
 
+def spin(text: str) -> None:
+    while "1" not in text:
+        pass
+
+
 def hog(text: str) -> int:
     return 0 if "1" in text else len(b"x" * 200_000_000)
 
@@ -85,6 +92,7 @@ def show(text: str) -> str:
         (lambda text: json.loads(text)["a"].get("b"), "traceback: "),
         (lambda text: json.loads(text)["a"]["b"] + 1, "traceback: TypeError"),
         (hang, "hang"),
+        (spin, "hang"),
         (hog, "memory"),
         (show, "leak"),
         (lambda text: "1" in text or [][0], "traceback: IndexError"),
@@ -98,7 +106,8 @@ def test_the_harness_sees_what_it_looks_for(
 
     planted = Reader(make, lambda folder, path: read(path.read_text() if path.is_file() else "1"), ("a.json",))
     monkeypatch.setitem(READERS, "planted", planted)
-    monkeypatch.setattr(fuzz, "SECONDS", 0.2 if kind == "hang" else 30.0)
+    monkeypatch.setattr(fuzz, "SECONDS", 0.2 if read is spin else 30.0)
+    monkeypatch.setattr(fuzz, "WAITING", 0.2 if read is hang else 120.0)
     monkeypatch.setattr(fuzz, "MEMORY", 100_000_000)
     report = fuzz.fuzz("planted", 8 if kind in ("hang", "memory") else 60, tmp_path)
     assert any(what.startswith(kind) for what in report.faults), report.faults

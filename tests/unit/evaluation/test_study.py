@@ -35,6 +35,7 @@ from training.config.schema import TrainConfig
 from training.data.shards import META
 from upcycle.arch.sample import make_llama
 from upcycle.config.reading import build
+from upcycle.io.publish import acquire, opened
 
 STUDY: dict[str, Any] = {
     "base": {
@@ -667,6 +668,15 @@ def test_a_run_that_an_earlier_study_left_behind_is_not_run_twice(script: Any) -
         child.process.wait()
     again = script("a")
     assert Workers(1).run([again]) == {} and len(began(again)) == 2
+
+
+def test_the_lock_of_a_run_that_was_killed_at_its_very_end_goes_unless_it_is_held(script: Any) -> None:
+    job = script("a")
+    (job.folder / "done").touch()
+    with opened(job.folder / ".lock") as lock:
+        acquire(lock, "a")
+        assert Workers(1).run([job]) == {} and (job.folder / ".lock").exists()
+    assert Workers(1).run([job]) == {} and not (job.folder / ".lock").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
