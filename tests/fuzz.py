@@ -942,6 +942,8 @@ HOSTILE = [
 def suites(folder: Path) -> None:
     """A suite of a task and of a task file, next to Python that must not run."""
     os.environ[RAN] = str(folder / "ran")
+    (folder / "collection").mkdir()
+    (folder / "collection" / "README.md").touch()
     (folder / "evil.py").write_text(f"import os\nopen(os.environ['{RAN}'], 'w').close()\nf = list\n")
     written = test_tasks.written(folder)
     asked = {"task": "asked", "output_type": "multiple_choice", "doc_to_choice": ["b", "c"], "num_fewshot": 1}
@@ -972,7 +974,8 @@ class Answers(test_suite_sandbox.Writes):
 
 def asked_suite(folder: Path, path: Path) -> None:
     try:
-        with mock.patch.object(templates, "SECONDS", 0.2):
+        # reading lm-eval's whole collection, as an unknown name does, takes longer than all else
+        with mock.patch.object(templates, "SECONDS", 0.2), mock.patch.object(tasks, "LM_EVAL", folder / "collection"):
             asking.ask(Answers(), tasks.load(str(folder / "own.yaml")), 0)
     finally:
         assert not Path(os.environ[RAN]).exists(), "a suite ran code"
