@@ -432,7 +432,13 @@ def restore(place: Path, whole: Mapping[Path, bytes]) -> None:
 def in_child(name: str, first: int, count: int) -> Report:
     """`fuzz` in processes of its own; one that aborts is a fault of the mutant that it was at, and another goes on."""
     total, end = Report(name), first + count
-    environment = {**os.environ, "FUZZ_CHILD": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "FUZZ_CHILD": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+    }
     while first < end:
         with tempfile.TemporaryDirectory() as folder:
             words = [sys.executable, "-m", "tests.fuzz", "--child", folder, "--first", str(first)]

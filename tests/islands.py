@@ -4,6 +4,7 @@
     python -m tests.islands --frames 10000             changed frames at a server in this process
     python -m tests.islands --flips 150                one changed bit in the log or the snapshot of a server's folder
     python -m tests.islands --poison 50                islands with the secret that push what harms
+    python -m tests.islands --floods 50                crowds of connections while an island exchanges and others join
     python -m tests.islands --codec 40                 bytes a number and GB/s of a model of 40 M numbers, one core (--device cuda: a GPU)
 
 Each island makes a fixed number of pushes of numbers whose sums are exact in float32. So whatever was killed, cut, sent
@@ -45,7 +46,7 @@ from training.islands.journal import Journal
 from training.islands.link import frames, wire
 from training.islands.link.client import Link
 from training.islands.link.frames import Channel
-from training.islands.link.server import BLOCK, Server
+from training.islands.link.server import BLOCK, STRANGERS, Server
 from training.islands.places import Layout
 from training.islands.rules.dgs import Push
 from training.islands.sparse import Sparse
@@ -339,6 +340,50 @@ def poisons(server: Server, count: int, seed: int) -> dict[str, int]:
     return found
 
 
+FLOODS = ("silent", "closed", "noise", "half a greeting", "wrong secret", "secret without a name")
+
+
+def stranger(port: int, how: str, draw: random.Random) -> socket.socket:
+    """Open a connection that takes up the server's time, and leave it open."""
+    sock = socket.create_connection(("127.0.0.1", port), 20)
+    with contextlib.suppress(OSError, frames.Cut, frames.Refused):  # the server may have shed it
+        if how == "closed":
+            sock.close()
+        elif how == "noise":
+            sock.sendall(draw.randbytes(draw.randrange(1, 1 << 16)))
+        elif how == "half a greeting":
+            sock.sendall((frames.MAGIC + bytes(99))[: draw.randrange(1, 60)])
+        elif how == "wrong secret":
+            Channel(sock).meet(b"another secret, long enough")
+        elif how == "secret without a name":
+            Channel(sock).meet(SECRET)
+    return sock
+
+
+def floods(server: Server, count: int, seed: int) -> dict[str, int]:
+    """Return how many crowds of each kind came. In each, an island that is in must exchange and another must join."""
+    draw, found = random.Random(seed), dict.fromkeys(FLOODS, 0)
+    within = Islander("within", server.port, 2 * count + 1)
+    within.join()
+    before = threading.active_count()
+    for number in range(count):
+        how, size = FLOODS[number % len(FLOODS)], draw.randrange(STRANGERS // 2, 5 * STRANGERS)
+        crowd = [stranger(server.port, how, draw) for _ in range(size)]
+        within.exchange()
+        late = Islander(f"late-{number}", server.port, 9)
+        late.join()
+        late.exchange()
+        within.exchange()
+        assert threading.active_count() <= before + STRANGERS + 2, "each connection of a crowd keeps a thread"
+        assert torch.equal(within.has, server.center.rule.model), "the island has another model"
+        late.link.leave()
+        for sock in crowd:
+            sock.close()
+        found[how] += 1
+    assert server.center.pushes == 3 * count
+    return found
+
+
 # ---- processes that are killed
 
 
@@ -423,6 +468,7 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=0)
     parser.add_argument("--flips", type=int, default=0)
     parser.add_argument("--poison", type=int, default=0)
+    parser.add_argument("--floods", type=int, default=0)
     parser.add_argument("--codec", type=int, default=0, help="million numbers")
     parser.add_argument("--device", default="cpu", help="of the codec")
     parser.add_argument("--seed", type=int, default=0)
@@ -443,6 +489,10 @@ def main() -> None:
     if words.poison:
         with tempfile.TemporaryDirectory() as place, serving(Path(place)) as server:
             print(poisons(server, words.poison, words.seed))
+    if words.floods:
+        with tempfile.TemporaryDirectory() as place, serving(Path(place)) as server:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - a line of the server for each connection
+            print(floods(server, words.floods, words.seed))
     if words.frames:
         with tempfile.TemporaryDirectory() as place, serving(Path(place)) as server:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - one line of the server for each

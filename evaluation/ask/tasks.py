@@ -147,7 +147,7 @@ def load(
         unknown = [task for task in asked if isinstance(task, str) and task not in known.task_index]
         if unknown:
             near = nearest(unknown[0], list(known.task_index))
-            raise ValueError(f"lm-eval has no task {unknown[0]!r} in the folders of suite {name}{near}")
+            raise ValueError(f"lm-eval has no task {strict.short(unknown[0])} in the folders of suite {name}{near}")
         try:
             loaded = known.load(asked)
         except ImportError as error:  # a task's own code may need more packages than lm-eval
@@ -158,7 +158,7 @@ def load(
     for task in loaded["tasks"].values():
         if "/" in task.task_name:
             raise ValueError(
-                f"the task {task.task_name} has a slash in its name, and files get that name too; rename it"
+                f"the task {task.task_name:.160} has a slash in its name, and files get that name too; rename it"
             )
         examples(task, suite.fewshot if fewshot is None else fewshot, seeds[-1] if seeds else SEED)
         if task.OUTPUT_TYPE == "generate_until":
@@ -196,7 +196,7 @@ def expanded(known: Any, asked: Sequence[Any]) -> list[Any]:
     for task in asked:
         if isinstance(task, str) and is_file(task):
             if not Path(task).is_file():
-                raise ValueError(f"there is no file {task}; give the YAML of a task, or a name")
+                raise ValueError(f"there is no file {strict.short(task)}; give the YAML of a task, or a name")
             check_yaml(Path(task))
             out.append(lm_eval.tasks._yaml_loader.load_yaml(os.path.abspath(task), resolve_func=True))
         elif isinstance(task, str) and "*" in task:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import islands
-from tests.islands import HEAD, LAYOUT, SECRET, Islander, expected, flips, poisons, serving, used
+from tests.islands import FLOODS, HEAD, LAYOUT, Islander, expected, flips, floods, poisons, serving, used
 from tests.unit.training.islands.test_island_server import limit
 from training.islands import center
 from training.islands.center import Bounds, Center
@@ -21,8 +21,7 @@ from training.islands.config import IslandsConfig
 from training.islands.journal import Journal
 from training.islands.link import frames, wire
 from training.islands.link import server as serve
-from training.islands.link.frames import Channel, Cut, Halted, Refused
-from training.islands.link.server import STRANGERS
+from training.islands.link.frames import Cut, Halted, Refused
 from training.islands.sparse import Sparse
 
 __all__ = ["limit"]  # a fixture
@@ -155,24 +154,9 @@ def test_an_island_has_the_settings_of_its_server(tmp_path: Path) -> None:
 # ---- strangers and handles
 
 
-@pytest.mark.parametrize("secret", [False, True])
-def test_islands_join_through_silent_strangers(tmp_path: Path, secret: bool) -> None:
-    """Hold more connections than fit open, without the secret, or with it and without a name."""
+def test_islands_exchange_and_join_through_crowds_of_strangers(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
-        before, silent = threading.active_count(), []
-        for _ in range(STRANGERS + 8):
-            sock = socket.create_connection(("127.0.0.1", server.port), 20)
-            silent.append(sock)
-            if secret:
-                Channel(sock).meet(SECRET)
-        for number in range(4):
-            one = Islander(f"island-{number}", server.port, 9)
-            one.join()
-            one.exchange()
-        assert server.center.pushes == 4
-        assert threading.active_count() <= before + STRANGERS + 4
-        for sock in silent:
-            sock.close()
+        assert floods(server, len(FLOODS), seed=0) == dict.fromkeys(FLOODS, 1)
 
 
 def test_islands_of_another_address_are_not_shed_by_a_flood(tmp_path: Path) -> None:
