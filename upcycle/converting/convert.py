@@ -317,11 +317,12 @@ def record_file(partial: Path, name: str) -> Path:
 
 def record(partial: Path, name: str) -> dict[str, Any] | None:
     """Read the record of a complete shard; return None if the shard must be written."""
+    file = record_file(partial, name)
+    found = read_json(file)
     try:
-        file = record_file(partial, name)
-        line: dict[str, Any] = strict.held(strict.read_json(file), Record, str(file))
+        line: dict[str, Any] = strict.held(found, Record, str(file))
         return line if (partial / name).stat().st_size == line["bytes"] else None
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return None
 
 
@@ -355,14 +356,18 @@ def is_whole(path: Path) -> bool:
     """Return True if a file has the sha256 that was written next to it."""
     try:
         return path.with_suffix(".sha256").read_text() == disk.sha256(path)
-    except OSError:
+    except FileNotFoundError:
         return False
 
 
 def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, identity: Mapping[str, Any]) -> None:
     """Write all files except weights (index, config, tokenizer, card, manifest), and remove temporary files."""
-    records = {name: record(partial, name) for name, _ in plan.shards}
-    read = {json.dumps(line[:3]): line for found in records.values() if found for line in found["read"]}
+    records = {}
+    for name, _ in plan.shards:
+        if (found := record(partial, name)) is None:
+            raise ValueError(f"{record_file(partial, name)} is gone, though its shard was written; start again")
+        records[name] = found
+    read = {json.dumps(line[:3]): line for found in records.values() for line in found["read"]}
     beside = [partial / "config.json"]
     write_atomic(beside[0], json.dumps(plan.hf_config, indent=2).encode() + b"\n")
     if len(plan.shards) > 1:
@@ -390,7 +395,7 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
         "method": plan.config.method,  # as in the config, because the plan's hash covers it; `config` adds defaults
         "router_mass": {k.split(".")[1]: float(v) for k, v in plan.observed.items() if k.endswith(".mass")},
         "versions": card.versions(),
-        "files": {name: {k: found[k] for k in ("bytes", "sha256")} for name, found in records.items() if found}
+        "files": {name: {k: found[k] for k in ("bytes", "sha256")} for name, found in records.items()}
         | publish.listed(beside),
         "sources": [c.stamps() for c in checkpoints],
         "read": [read[key] for key in sorted(read)],

@@ -201,6 +201,28 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(
     assert digests(run(llama, tmp_path / "moe")) == reference
 
 
+@pytest.mark.parametrize("nth", [1, 2], ids=["when it is written", "when the manifest is written"])
+def test_a_shards_record_that_the_disk_cannot_read_is_an_error(
+    llama: Path, reference: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    """The manifest was written without that shard, and nothing said so."""
+    first = min(name for name in reference if name.startswith("model-0")).removesuffix(".safetensors") + ".json"
+    real, left = converting.read_json, [nth]
+
+    def unreadable(path: Path) -> object:
+        left[0] -= path.name == first
+        if left[0] == 0 and path.name == first:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path)
+
+    monkeypatch.setattr(converting, "read_json", unreadable)
+    with pytest.raises(ValueError, match=r"model-00001.* cannot be written \(Input"):
+        run(llama, tmp_path / "moe")
+    run(llama, tmp_path / "moe")
+    assert digests(tmp_path / "moe") == reference
+
+
+
 @pytest.mark.parametrize(
     ("value", "words", "said"),
     [
