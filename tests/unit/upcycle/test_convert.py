@@ -222,7 +222,6 @@ def test_a_shards_record_that_the_disk_cannot_read_is_an_error(
     assert digests(tmp_path / "moe") == reference
 
 
-
 @pytest.mark.parametrize(
     ("value", "words", "said"),
     [
