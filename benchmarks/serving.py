@@ -26,7 +26,7 @@ PROMPT, NEW = 8, 8
 
 
 def main(words: list[str]) -> None:
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm import LLM, SamplingParams
 
     folders = [word for word in words if "=" not in word]
     asked = {"turns": "3", "dtype": "auto", "eager": "false", "batches": "1,8,64"}

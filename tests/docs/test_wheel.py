@@ -63,6 +63,25 @@ def test_the_wheel_holds_the_packages_and_their_files(wheel: Path) -> None:
     assert {name for name in tracked.stdout.split() if (ROOT / name).is_file()} <= files
 
 
+def test_vllm_finds_the_plug_in(wheel: Path, tmp_path: Path) -> None:
+    """Register the class as vLLM does, with a stand-in for vLLM; the class itself needs vLLM and is not imported."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    (tmp_path / "vllm.py").write_text("class ModelRegistry:\n    register_model = print\n")
+    code = """
+import sys
+from importlib.metadata import entry_points
+[plugin] = entry_points(group="vllm.general_plugins")
+plugin.load()()
+assert not {"torch", "upcycle.serving.vllm"} & set(sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}
+    )
+    assert done.stdout == "UpcycledForCausalLM upcycle.serving.vllm:UpcycledForCausalLM\n", done.stderr
+    assert "class UpcycledForCausalLM(" in (tmp_path / "upcycle" / "serving" / "vllm.py").read_text()
+
+
 def test_it_plans_converts_trains_and_asks_in_a_bare_environment(wheel: Path, tmp_path: Path) -> None:
     """Installed as pip would, by unpacking, with this environment's packages behind it but not what its .pth files add:
     those are not read of a folder in PYTHONPATH. Folders of the user's own hide nothing."""

@@ -14,10 +14,15 @@ import asking
 from vllm import LLM, SamplingParams
 
 
+def modules(model: Any) -> list[str]:
+    """Return the classes of the model and of its modules."""
+    return sorted({f"{type(each).__module__}.{type(each).__qualname__}" for each in model.modules()})
+
+
 def answer(question: dict[str, Any]) -> asking.Answer:
     folder, prompt, text = question["folder"], question["prompt"], question["text"]
     model = LLM(
-        model=folder, dtype="float32", enforce_eager=True, max_model_len=256, skip_tokenizer_init=True, seed=0,
+        model=folder, dtype="float32", enforce_eager=not question.get("compile"), max_model_len=256, skip_tokenizer_init=True, seed=0,
         enable_prefix_caching=False, trust_remote_code=question["code"],
     )  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=question["new"], ignore_eos=True, detokenize=False)
@@ -28,6 +33,7 @@ def answer(question: dict[str, Any]) -> asking.Answer:
     return {
         "greedy": list(first.outputs[0].token_ids),
         "logprobs": [row[token].logprob for row, token in zip(rows, text[1:], strict=True)],
+        "modules": model.apply_model(modules)[0],
     }
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import sysconfig
-from dataclasses import dataclass
+import zipfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ class Engine:
     environment: str
     package: str  # that a table names with its version
     ours: bool = False  # its converter imports torch and transformers, which it takes from our environment
+    plugin: bool = False  # our wheel is installed next to it
 
     @property
     def python(self) -> Path:
@@ -49,6 +52,7 @@ ENGINES = {
     "MLX": Engine("ask_mlx.py", ".venv-mlx", "mlx-lm"),
     "mistral.rs": Engine("ask_mistralrs.py", ".venv-mistralrs", "mistralrs"),
 }
+PLUGGED = replace(ENGINES["vLLM"], plugin=True)
 
 
 def need(name: str) -> Engine:
@@ -74,10 +78,22 @@ def question(folder: Path, prompt: str, text: str, new: int = 64) -> dict[str, A
     }  # fmt: skip
 
 
+def install(folder: Path) -> Path:
+    """Unpack our wheel, as pip would, into the folder `site` of a folder, which then belongs on PYTHONPATH."""
+    if not (site := folder / "site").exists():
+        command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        [wheel] = folder.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+    return site
+
+
 def ask(engine: Engine, questions: list[dict[str, Any]], folder: Path) -> list[Answer]:
     asked, answered = folder / "questions.json", folder / "answers.json"
     asked.write_text(json.dumps(questions))
-    path = [sysconfig.get_path("purelib")] if engine.ours else []
+    path = [sysconfig.get_path("purelib")] if engine.ours else [str(install(folder))] if engine.plugin else []
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [engine.python, Path(__file__).parent / engine.script, asked, answered]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600)

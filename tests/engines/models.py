@@ -110,6 +110,8 @@ CASES: dict[str, Case] = {
     "upcycled free choice": Case("upcycled", "llama", asked=SLICES | {"router": {"choice": "any", "init": {"std": 0.1}}}),
     "upcycled not normalised": Case("upcycled", "llama", asked=SLICES | UNEVEN),
     "upcycled uneven": Case("upcycled", "llama", asked={"experts": 1, "granularity": 5, "top_k": 5, "method": "split"}),
+    "upcycled gelu": Case("upcycled", "llama", {"hidden_act": "gelu"}, asked=SLICES),
+    "upcycled biases in FFNs": Case("upcycled", "llama", {"mlp_bias": True}, asked=SLICES),
     "upcycled head_dim": Case("upcycled", "llama", {"head_dim": 64}, asked=SLICES),
     "upcycled window": Case("upcycled", "mistral", {"sliding_window": 16}, asked=SLICES),
     "upcycled llama3 rope": Case("upcycled", "llama", {"rope_parameters": LLAMA3}, asked=SLICES),
@@ -121,7 +123,7 @@ CASES: dict[str, Case] = {
 TRAINED = [name for name in CASES if " " not in name] + [
     "qwen2_moe shared", "qwen2_moe shared, not normalised", "qwen3_moe not normalised", "glm4_moe shared, scale",
     "dots1 scale", "dots1 shared, scale", "solar_open shared, scale", "upcycled sigmoid, shared, tied",
-    "upcycled of gemma3_text", "upcycled of nemotron",
+    "upcycled gelu", "upcycled of gemma3_text", "upcycled of nemotron",
 ]  # fmt: skip
 
 

@@ -66,6 +66,13 @@ def test_what_computes_on_one_device_knows_no_mesh() -> None:
             assert not [other for other in others if other.startswith("training.parallel")], name
 
 
+def test_nothing_of_ours_imports_the_plug_in_for_vllm() -> None:
+    found = graph(ROOT)
+    assert {"upcycle.serving", "upcycle.serving.vllm"} <= found.keys()
+    users = {name for name, others in found.items() if any(other.startswith("upcycle.serving") for other in others)}
+    assert users <= {"upcycle.serving", "upcycle.serving.vllm"}
+
+
 def test_only_the_interface_imports_the_loop() -> None:
     assert [name for name, others in graph(ROOT).items() if "training.run.loop" in others] == ["training.api"]
 

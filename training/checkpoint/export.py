@@ -11,11 +11,11 @@ import json
 import math
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,14 @@ from upcycle.io.job import JOB, Worker, check_first, explained, job, read_json
 from upcycle.verifying.inspect import read_manifest
 
 CARD = "README.md"  # not in the manifest, because its owner may edit it
+
+
+class Roles(Protocol):
+    """The weights of a model."""
+
+    def role(self, role: str) -> Tensor:
+        """Return the whole tensor of a role."""
+        ...
 
 
 class Weights:
@@ -103,6 +111,24 @@ def export(
 
     saved: the checkpoint that all processes read weights from; without it the model is on one process. facts: what is
     known about the training."""
+    made = provenance(origin, facts or {})
+    about = card.trained(made, origin.config, origin.terms, [path.name for path in origin.files])
+    return write(origin, folder, lambda: Weights(model, saved), made, about, dtype=dtype, max_shard=max_shard)
+
+
+def write(
+    origin: Origin,
+    folder: str | Path,
+    open_weights: Callable[[], Roles],
+    made: Mapping[str, Any],
+    about: str,
+    *,
+    dtype: str = "",
+    max_shard: str = "5GB",
+) -> Path:
+    """Write a folder in the layout of an origin, with the weights that `open_weights` opens.
+
+    made: the manifest without the list of files. about: the model card."""
     folder = Path(folder)
     partial, rank, world = folder.with_name(folder.name + ".partial"), 0, 1
     if dist.is_initialized():
@@ -111,8 +137,6 @@ def export(
     # a float32 tensor of a bf16 model (the router's correction bias) stays float32
     tensors = [replace(t, dtype=dtype if t.dtype == origin.spec.dtype else t.dtype) for t in origin.tensors]
     shards = disk.shards(tensors, byte_size(max_shard))
-    made = provenance(origin, facts or {})
-    about = card.trained(made, origin.config, origin.terms, [path.name for path in origin.files])
     texts = texts_of(origin, dtype, shards) | {CARD: about}
     names, what = sorted([*(name for name, _ in shards), *texts, *(p.name for p in origin.files)]), "export the model"
     with ExitStack() as stack:
@@ -120,7 +144,7 @@ def export(
             if rank == 0:
                 stack.enter_context(unfinished(partial, folder, names))
         with together(what):
-            weights = Weights(model, saved)
+            weights = open_weights()
             sums = {name: write_shard(partial / name, group, weights) for name, group in shards[rank::world]}
         files = {name: line for each in gather(sums) for name, line in each.items()}
         with together(what):
@@ -140,7 +164,7 @@ def texts_of(origin: Origin, dtype: str, shards: Sequence[tuple[str, list[Stored
     return texts
 
 
-def write_shard(path: Path, group: Sequence[Stored], weights: Weights) -> dict[str, Any]:
+def write_shard(path: Path, group: Sequence[Stored], weights: Roles) -> dict[str, Any]:
     """Write tensors as a safetensors file and return its size and sha256."""
     total = sum(stored.bytes for stored in group)
     with disk.Stream(path) as stream, tqdm(total=total, desc=path.name, unit="B", unit_scale=True, delay=2) as bar:

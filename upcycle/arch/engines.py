@@ -22,6 +22,11 @@ from upcycle.io import strict
 FILE = Path(__file__).with_name("engines.json")
 RIGHT = "right"
 FLAGS = {"transformers": "trust_remote_code=True", "vLLM": "--trust-remote-code"}  # for a folder with its own code
+# engines that may run a folder with its own code but need a GPU, which no test has -> what their source says
+NOT_ASKED = {
+    "SGLang": "it needs a GPU",
+    "LMDeploy": "it needs a GPU; `upcycle export FOLDER OUTPUT engine=lmdeploy` writes its folder, or says why not",
+}
 # why some rows are wrong, from the engine's source code: (engine, target, the needed feature at fault) -> reason
 BECAUSE: Mapping[tuple[str, str, str], str] = {
     (engine, target, ask): why for engine, target, ask, why in json.loads(FILE.with_name("because.json").read_text())
@@ -96,7 +101,7 @@ def blamed(
 
 
 def sentence(target: str, config: Mapping[str, Any]) -> str:
-    """Return the plan's sentence on engines: 'transformers, vLLM; not MLX: ...; not tried: ...'.
+    """Return the plan's sentence on engines: 'transformers, vLLM; not MLX: ...; not tried: ...; not asked: ...'.
 
     It starts from config.json, because an engine sees only that.
     """
@@ -104,9 +109,11 @@ def sentence(target: str, config: Mapping[str, Any]) -> str:
         return "transformers; no other engine was tried"
     chosen = registry.readable(target)
     right, wrong, untried = fits(target, chosen.read(config))
+    unasked = [] if chosen.can.stock else [f"{engine} ({why})" for engine, why in NOT_ASKED.items()]
     if not chosen.can.stock:  # the other engines have no class for it and do not run code from a folder
         right = [f"{engine} with {FLAGS[engine]}" for engine in right]
         untried = [what for what in untried if not what.endswith("this architecture")]
-    return "; ".join(
-        [", ".join(right), *(f"not {one}" for one in wrong), *([f"not tried: {', '.join(untried)}"] if untried else [])]
-    )
+    parts = [", ".join(right), *(f"not {one}" for one in wrong)]
+    for what, names in (("not tried", untried), ("not asked", unasked)):
+        parts += [f"{what}: {', '.join(names)}"] if names else []
+    return "; ".join(parts)

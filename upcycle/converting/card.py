@@ -231,15 +231,23 @@ def page(
     lines = [
         f"# {name}, {done}", "",
         f"Made by upcycle {__version__} from `{name}`.",
-        "Talk to it with `upcycle chat FOLDER`, or load it in its own folder:", "",
-        "```python",
-        *snippet("auto_map" in config, any(file.startswith(("tokenizer", "vocab")) for file in files)),
-        "```", "",
+        *use(config, any(file.startswith(("tokenizer", "vocab")) for file in files)), "",
         "| | |", "|---|---|",
         *(f"| {key} | {inert(value)} |" for key, value in shown), "",
         *([more, ""] if more else []),
     ]  # fmt: skip
     return f"---\n{metadata(sources, config, base_terms, tags)}\n---\n" + "\n".join(lines)
+
+
+def use(config: Mapping[str, Any], tokenizer: bool) -> list[str]:
+    """Return lines that say how to run the model; `tokenizer`: whether the folder contains one."""
+    if "router_n_groups" in config:
+        lines = ["from lmdeploy import PytorchEngineConfig, pipeline", ""]
+        lines.append('print(pipeline(".", PytorchEngineConfig())("Once upon a time"))')
+        said = "This folder is only for LMDeploy, which needs a GPU; no test has asked it. In the folder:"
+        return [said, "", "```python", *lines, "```"]
+    said = "Talk to it with `upcycle chat FOLDER`, or load it in its own folder:"
+    return [said, "", "```python", *snippet("auto_map" in config, tokenizer), "```"]
 
 
 def snippet(remote: bool, tokenizer: bool) -> Iterator[str]:
@@ -269,7 +277,7 @@ def metadata(
     base: Any = list(dict.fromkeys(name for name in map(hub_id, sources) if name))
     data = ModelCardData(
         base_model=base[0] if len(base) == 1 else base or None,
-        library_name="transformers",
+        library_name="lmdeploy" if "router_n_groups" in config else "transformers",
         pipeline_tag="text-generation",
         tags=[*tags, config["model_type"]],
         **base_terms,

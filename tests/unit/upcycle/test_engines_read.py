@@ -98,7 +98,13 @@ def test_a_new_shared_gate_is_one_half_as_llama_cpp_computes_it_too(tmp_path: Pa
             "transformers, mistral.rs; not vLLM: it computes SiLU whatever",
         ),
         ("qwen2", {}, {"target": "qwen2_moe"}, "transformers, vLLM; not llama.cpp: it never normalises the weights"),
-        ("gemma2", {}, {}, "transformers with trust_remote_code=True, vLLM with --trust-remote-code"),
+        (
+            "gemma2",
+            {},
+            {},
+            "transformers with trust_remote_code=True, vLLM with --trust-remote-code; not asked: SGLang (it needs a GPU), "
+            "LMDeploy (it needs a GPU; `upcycle export FOLDER OUTPUT engine=lmdeploy`",
+        ),
     ],
 )
 def test_a_plan_says_what_reads_it(
