@@ -195,7 +195,7 @@ def expanded(known: Any, asked: Sequence[Any]) -> list[Any]:
     out: list[Any] = []
     for task in asked:
         if isinstance(task, str) and is_file(task):
-            if not Path(task).is_file():
+            if not os.path.isfile(task):  # also where a name is too long for a file
                 raise ValueError(f"there is no file {strict.short(task)}; give the YAML of a task, or a name")
             check_yaml(Path(task))
             out.append(lm_eval.tasks._yaml_loader.load_yaml(os.path.abspath(task), resolve_func=True))
