@@ -132,6 +132,7 @@ def forests(contrasts: Sequence[Contrast], color: Palette) -> list[Any]:
             faded = c.verdict not in ("better", "worse")
             mark = Mark(color[c.arm], d.mean, low, high, signed(d.mean, c.unit), faded)
             values = f"{number(c.value, c.unit)} next to {number(c.other, c.unit)}; {question} {c.ratio:.3f} : 1"
+            values += f"; over items, these models alone: {c.over_items}" if c.over_items else ""
             rows.append(ForestRow(f"{c.what}: {c.arm} − {c.against}", values, [mark], judgement(c)))
         if rows:
             blocks += [Text(f"At {title}"), Forest(rows, zero=True)]

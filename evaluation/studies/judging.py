@@ -18,8 +18,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from evaluation.judge import logged
 from evaluation.judge.runs import Band, Row, Run, by_layer, difference_bands, loss_bands, mean, overall, run_of
 from evaluation.judge.seeds import Paired, paired, together
+from evaluation.judge.suites import compared
 from evaluation.studies.plan import Plan, tokens_of_step
 from evaluation.studies.suites import Score, before_folder, scores, starts, suites_of
 from training.config.schema import TrainConfig
@@ -48,6 +50,7 @@ class Contrast:
     difference: Paired
     ratio: float  # ratio of the equal quantity: the arm's to the other's
     margin: float | None = None  # the study asks whether the arms are equivalent within this margin
+    over_items: str = ""  # a suite's 95 % interval over documents or questions, for these runs' models alone
 
     @property
     def verdict(self) -> str:
@@ -229,11 +232,24 @@ def answers(plan: Plan, arms: Arms) -> tuple[Answered, tuple[Kept, ...]]:
 
 def score_contrasts(plan: Plan, arms: Arms, answered: Answered) -> Iterator[Contrast]:
     keys = {key: score for by_seed in answered.values() for tasks in by_seed.values() for key, score in tasks.items()}
-    for key, s in keys.items():
+    items: dict[Hashable, dict[str, str]] = {}  # by suite and pair of arms, by task or group
+    for (suite, part), s in keys.items():
         values: dict[str, Values] = {
-            arm: {seed: tasks[key].value for seed, tasks in by_seed.items() if key in tasks}
+            arm: {seed: tasks[suite, part].value for seed, tasks in by_seed.items() if (suite, part) in tasks}
             for arm, by_seed in answered.items()
         }
-        yield from contrasts(
-            plan, arms, Figure(f"{s.task} ({s.suite})", s.metric, False, s.higher_is_better, s.grain), values
-        )
+        figure = Figure(f"{s.task} ({s.suite})", s.metric, False, s.higher_is_better, s.grain)
+        for c in contrasts(plan, arms, figure, values):
+            pair = suite, c.arm, c.against, c.seeds
+            if pair not in items:
+                items[pair] = over_items(arms, c, suite)
+            yield replace(c, over_items=items[pair].get(part, ""))
+
+
+def over_items(arms: Arms, c: Contrast, suite: str) -> dict[str, str]:
+    """Return the intervals over items of a suite's tasks and groups between the runs of two arms, by name."""
+    groups = [
+        [logged.load(Path(run.folder) / "suites" / suite) for seed in c.seeds for run in arms[side] if run.seed == seed]
+        for side in (c.against, c.arm)
+    ]
+    return {d.name: d.over_items for d in compared(groups)[0].differences}

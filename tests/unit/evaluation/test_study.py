@@ -519,10 +519,10 @@ def test_a_study_that_has_just_begun_has_a_page(tmp_path: Path, capsys: pytest.C
     assert "step 50 of 100" in page and "step 0 of 100" in page
 
 
-def scored(folder: Path, value: float, command: str = "c") -> None:
+def scored(folder: Path, value: float, command: str = "c", apart: float = 0.0) -> None:
     task = Task("last", "Last word", {"acc": value}, {}, {"acc": True}, 10, 10, 0, "1", "multiple_choice")
     model = Model("m", "m", "f", "llama", 1, 1, "float32")
-    items = [Item("last", doc, f"{doc}", "p", "x", {"acc": value}) for doc in range(10)]
+    items = [Item("last", doc, f"{doc}", "p", "x", {"acc": value + apart * (doc - 4.5)}) for doc in range(10)]
     save(folder, Evaluation(model, "tiny", command, {}, {}, "2026-01-01T00:00:00Z", 1.0, {}, {"last": task}), items)
 
 
@@ -532,12 +532,13 @@ def test_suites_before_and_after(done: Plan) -> None:
     runs = [plan.run_folder(arm, seed) for arm in plan.arms for seed in (0, 1, 2)]
     for seed in (0, 1, 2):
         scored(plan.run_folder("dense", seed) / "suites" / "tiny", 0.5 + 0.01 * seed)
-        scored(plan.run_folder("moe", seed) / "suites" / "tiny", 0.8 + 0.01 * seed)
+        scored(plan.run_folder("moe", seed) / "suites" / "tiny", 0.8 + 0.01 * seed, apart=0.02)
         scored(plan.run_folder("long", seed) / "suites" / "tiny", 0.7 + 0.01 * seed)
     judged = judge(plan)
     found = told(judged, "tokens", "Last word (tiny)", "moe")
     assert (found.unit, found.higher_is_better, found.verdict) == ("acc", True, "better")
     assert found.difference.mean == pytest.approx(0.3) and not found.headline
+    assert found.over_items == "+25.67 to +34.33"  # 0.3 +- 2.262 (Student's t, 9) * 0.0606 / sqrt(10)
     # one item of ten more in each seed, with no spread at all between them
     assert told(judged, "flops", "Last word (tiny)", "moe").verdict == "no difference shown"
     (kept,) = judged.kept
@@ -546,7 +547,7 @@ def test_suites_before_and_after(done: Plan) -> None:
     assert kept.change["dense"].verdict(True) == "no difference shown"
     study.show(plan, "c", {})
     page = (plan.folder / "study.html").read_text()
-    assert "Last word (tiny)" in page and "+31.00" in page
+    assert "Last word (tiny)" in page and "+31.00" in page and "alone: +25.67 to +34.33" in page
     for checkpoint, folder in (("dense", plan.folder / "before" / "0-dense"), *((r, r / "suites") for r in runs)):
         assert f"upcycle eval tiny {checkpoint} output={folder / 'tiny'}" in page
 
