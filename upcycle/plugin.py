@@ -7,6 +7,7 @@ anywhere: a new family, target or method is a new file, and tests that walk `nam
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -16,8 +17,13 @@ from typing import Any
 
 def names(package: str) -> list[str]:
     """List the plug-ins of a package, sorted. `common` and modules that start with "_" do not count."""
+    return list(_names(package))
+
+
+@functools.cache  # a table of plans asks tens of thousands of times, and reading a folder takes longer than a plan
+def _names(package: str) -> tuple[str, ...]:
     found = pkgutil.iter_modules(importlib.import_module(package).__path__)
-    return sorted(m.name for m in found if not m.ispkg and not m.name.startswith("_") and m.name != "common")
+    return tuple(sorted(m.name for m in found if not m.ispkg and not m.name.startswith("_") and m.name != "common"))
 
 
 def load(package: str, name: str) -> ModuleType:

@@ -94,11 +94,13 @@ def ranked(
     teacher: DenseSpec | None = None,
     whole: TrainConfig | None = None,
     routing: Routing | None = None,
+    model: Model | None = None,
 ) -> tuple[list[Timed], Timed]:
     """Return the mappings that fit, the fastest first, and the config's own mapping, even if it cannot run.
 
-    `whole` is the config of all stages if `config` is the config of one."""
-    model = Model(spec, config, teacher, whole)
+    `whole` is the config of all stages if `config` is the config of one. Calls that differ in micro_batch or recompute
+    only can share a `model`."""
+    model = model or Model(spec, config, teacher, whole)
 
     def timed(mesh: MeshConfig) -> Timed:
         changed = replace(config, mesh=mesh)

@@ -21,7 +21,7 @@ from training.estimating.budget import ACCURACY, amount, few
 from training.estimating.estimate import MOST_GPUS
 from training.estimating.law import short
 from training.estimating.mappings import AXES, Timed, ranked
-from training.estimating.memory import SPARE
+from training.estimating.memory import SPARE, Model
 from training.observe.flops import model_flops
 from training.run.parts import source
 from upcycle.arch.spec import DenseSpec
@@ -145,11 +145,11 @@ def arm_of(
     config = read_config(file, [*words, *run, "micro_batch=1"])
     with source(config) as origin:
         spec, plan = origin.spec, origin.plan
-    least, found = math.inf, []
+    model, least, found = Model(spec, config), math.inf, []
     for recompute in RECOMPUTE:
         for micro in (m for m in MICRO if config.batch % (m * count) == 0):
             tried = replace(config, micro_batch=micro, model=replace(config.model, recompute=recompute))
-            fit, own = ranked(spec, tried, count, card)
+            fit, own = ranked(spec, tried, count, card, model=model)
             least = min([least, own.memory.total, *(each.memory.total for each in fit)])
             if not fit:
                 break
