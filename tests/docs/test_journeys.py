@@ -2,8 +2,8 @@
 
 What cannot be here is replaced: the models by random ones of the same architecture, with the same keys in config.json
 and small sizes that divide as the real ones do; the texts by a few lines; the hub by files. Words added to a command
-make it small. Where a page says 8 GPUs, two processes meet over gloo; where it says nodes, two torchruns; Slurm's own
-programs are stand-ins of a few lines. Memory is planned with the true sizes, from headers without data.
+make it small. Where a page says 8 GPUs or nodes, two processes meet over gloo; under Slurm, whose own programs are
+stand-ins of a few lines, two torchruns. Memory is planned with the true sizes, from headers without data.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from evaluation.judge import logged
@@ -150,18 +151,21 @@ class Walk:
         if several and verb in ("convert", "prepare"):
             self.together([[sys.executable, "-m", "upcycle", verb, *given, "nproc=2"]])
         elif several and (verb != "eval" or "mesh.ep=8" in given):
-            said = [self.folder / f"said-{rank}.txt" for rank in range(2)]
-            codes = as_torchrun(2, "upcycle.__main__", [verb, *given], said)
-            assert codes == [0, 0], "\n".join(file.read_text()[:3000] for file in said)
+            self.ranks("upcycle.__main__", [verb, *given])
         else:
             assert not importlib.import_module("upcycle.__main__").main([verb, *given]), words
 
     def torchrun(self, words: list[str], more: list[str]) -> None:
-        """Two nodes with a process each, which share this machine."""
-        assert words[words.index("--nnodes") + 1] == "2"
-        words[words.index("--nproc-per-node") + 1] = "1"
-        words[words.index("--rdzv-endpoint") + 1] = f"localhost:{free_port()}"
-        self.together([[sys.executable, "-m", "torch.distributed.run", *words[1:], *more]] * 2)
+        """Two nodes with a process each, which share this machine. torchrun itself runs under sbatch, with these options;
+        here its parser reads them."""
+        given = get_args_parser().parse_args(words[1:])
+        assert (given.nnodes, given.rdzv_backend, given.module, given.training_script) == ("2", "c10d", True, "training")
+        self.ranks("training.__main__", [*given.training_script_args, *more])
+
+    def ranks(self, module: str, words: list[str]) -> None:
+        said = [self.folder / f"said-{rank}.txt" for rank in range(2)]
+        codes = as_torchrun(2, module, words, said)
+        assert codes == [0, 0], "\n".join(file.read_text()[:3000] for file in said)
 
     def sbatch(self, words: list[str], more: list[str]) -> None:
         """The batch script itself, under a Slurm that knows one machine: srun starts what it is given, once a node."""
