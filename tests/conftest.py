@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 
@@ -19,10 +20,11 @@ hypothesis.settings.load_profile("busy")
 # `make test` gives each of two processes whole files, so that what a file makes is made once. Those that take longest
 # come first: else one process would end with a long file when the other has none left.
 LONGEST = (
-    "test_shard", "test_journeys", "test_dispatch", "test_run", "test_pipeline", "test_notebooks", "test_ready_study",
-    "test_stories", "test_help", "test_lm_eval", "test_targets_parity", "test_docs", "test_contributing", "test_kill_rank",
-    "test_two_agents", "test_state", "test_upcycled", "test_decoder", "test_study", "test_recompute", "test_average",
-    "test_standalone", "test_kill", "test_lm", "test_copies", "test_siblings", "test_grow", "test_fuzz",
+    "test_journeys", "test_shard", "test_run", "test_ready_study", "test_dispatch", "test_help", "test_notebooks", "test_pipeline",
+    "test_lm_eval", "test_contributing", "test_remote_code", "test_kill_rank", "test_publish", "test_stories", "test_own_packages",
+    "test_targets_parity", "test_ranges", "test_plan", "test_docs", "test_two_agents", "test_state", "test_upcycled",
+    "test_decoder", "test_study", "test_recompute", "test_recommend", "test_island_run", "test_export", "test_stock",
+    "test_average", "test_standalone", "test_kill", "test_lm", "test_copies", "test_siblings", "test_grow", "test_fuzz",
 )  # fmt: skip
 
 
@@ -32,6 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """A picture takes longer than such a run; one test asks for it, of the function that was there before."""
+    """A picture takes longer than such a run; one test asks for it, of the function that was there before. What is
+    imported stays, so the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
     if train := sys.modules.get("training.run.session"):
         train.draw = lambda folder: None  # type: ignore[attr-defined]
