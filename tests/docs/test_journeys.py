@@ -159,7 +159,12 @@ class Walk:
         """Two nodes with a process each, which share this machine. torchrun itself runs under sbatch, with these options;
         here its parser reads them."""
         given = get_args_parser().parse_args(words[1:])
-        assert (given.nnodes, given.rdzv_backend, given.module, given.training_script) == ("2", "c10d", True, "training")
+        assert (given.nnodes, given.rdzv_backend, given.module, given.training_script) == (
+            "2",
+            "c10d",
+            True,
+            "training",
+        )
         self.ranks("training.__main__", [*given.training_script_args, *more])
 
     def ranks(self, module: str, words: list[str]) -> None:

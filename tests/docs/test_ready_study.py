@@ -11,14 +11,17 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from evaluation.__main__ import main as study
+from evaluation.studies import running
 from evaluation.studies.lengths import flops, steps
 from evaluation.studies.plan import read_study, trials
+from tests.parallel.ranks import Program
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training.__main__ import main as train_command
 from training.checkpoint.layout import online
@@ -89,7 +92,9 @@ def without_time(figures: dict[str, Any]) -> Any:
     return losses, [{k: v for k, v in one.items() if k != "ratio"} for one in figures["contrasts"]]
 
 
-def test_the_tiny_study_is_stopped_goes_on_and_does_nothing_twice(tmp_path: Path) -> None:
+def test_the_tiny_study_is_stopped_goes_on_and_does_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home, log = tmp_path / "study", tmp_path / "log"
     words = [f"output={home}", "seeds=[0]", "sample.first=4", "sample.characters=30000"]
     first = start(words, log)
@@ -106,6 +111,8 @@ def test_the_tiny_study_is_stopped_goes_on_and_does_nothing_twice(tmp_path: Path
     assert not list(home.glob("runs/slices/seed-0/*"))
 
     torch.set_num_threads(1)  # as the runs have, of which one is taken again here
+    forks = SimpleNamespace(Popen=Program, DEVNULL=subprocess.DEVNULL)  # an import of torch takes longer than a run
+    monkeypatch.setattr(running, "subprocess", forks)
     assert study(["study", "tiny", *words]) == 0
     figures = json.loads((home / "study.json").read_text())
     ended = {(run["arm"], run["finished"]) for run in figures["outcomes"]}

@@ -82,6 +82,43 @@ def as_torchrun(world: int, module: str, words: list[str], said: list[Path]) -> 
             process.join()
 
 
+class Program:
+    """A subprocess.Popen of `python -P -m upcycle WORDS`, forked with its imports made."""
+
+    def __init__(self, command: list[str], *, stdout: Any, env: dict[str, str], **_: Any) -> None:
+        assert command[:4] == [sys.executable, "-P", "-m", "upcycle"], command
+        self.process = forked().Process(target=_program, args=(os.getcwd(), stdout.name, env, command[4:]))
+        self.process.start()
+        self.pid = self.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode  # type: ignore[no-any-return]
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self) -> int | None:
+        self.process.join()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+def _program(folder: str, said: str, environment: dict[str, str], words: list[str]) -> None:
+    for output in (1, 2):
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), output)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ |= environment
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    sys.exit(import_module("upcycle.__main__").main(words))
+
+
 def _command(rank: int, world: int, said: str, folder: str, port: int, module: str, words: list[str]) -> None:
     for output in (1, 2):
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), output)

@@ -118,7 +118,10 @@ def test_its_tokenizer_is_the_dense_ones_and_needs_no_code(family: str, kind: st
     lines = [
         "import shutil",
         "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer",
-        *(f"print(AutoTokenizer.from_pretrained('.'{more})({text!r}).input_ids)" for more in (", trust_remote_code=False", "")),
+        *(
+            f"print(AutoTokenizer.from_pretrained('.'{more})({text!r}).input_ids)"
+            for more in (", trust_remote_code=False", "")
+        ),
         f"shutil.copy({str(tmp_path / 'right.py')!r}, 'modeling_upcycled.py')",
         *(f"{each}.from_pretrained('.', trust_remote_code=True)" for each in ("AutoConfig", "AutoModelForCausalLM")),
     ]  # in one process, because transformers' imports take longer than all of it

@@ -6,7 +6,7 @@ The search tries all divisors of the GPUs on all axes, and applies the checks of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tqdm import tqdm
@@ -32,15 +32,18 @@ class Timed:
     seconds: Seconds
 
 
-def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iterator[MeshConfig]:
-    """Yield all mappings that can run, without copies of the model."""
+def mappings(
+    spec: DenseSpec | MoESpec, config: TrainConfig, world: int, axes: Sequence[str] = AXES
+) -> Iterator[MeshConfig]:
+    """Yield all mappings that can run with FSDP and these axes, without copies of the model."""
     sharded, layers = replace(config.mesh, dp_replicate=1), dense_of(spec).layers
 
     def alone(axis: str, size: int) -> bool:
         mesh = changed_to(changed_to(sharded, AXES, [1] * len(AXES)), [axis], [size])
         return not in_sizes(mesh, world, spec, config.data.sequence)
 
-    possible = [[n for n in range(1, world + 1) if world % n == 0 and alone(axis, n)] for axis in AXES]
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    possible = [[n for n in divisors if alone(axis, n)] if axis in axes else [1] for axis in AXES]
     for values in itertools.product(*possible):
         mesh = changed_to(sharded, AXES, values)
         stages_of_all = mesh.pp * (1 if mesh.schedule in SINGLE else 2)
@@ -95,8 +98,10 @@ def ranked(
     whole: TrainConfig | None = None,
     routing: Routing | None = None,
     model: Model | None = None,
+    axes: Sequence[str] = AXES,
 ) -> tuple[list[Timed], Timed]:
-    """Return the mappings that fit, the fastest first, and the config's own mapping, even if it cannot run.
+    """Return the mappings with these axes that fit, the fastest first, and the config's own mapping, even if it cannot
+    run.
 
     `whole` is the config of all stages if `config` is the config of one. Calls that differ in micro_batch or recompute
     only can share a `model`."""
@@ -111,7 +116,7 @@ def ranked(
         return Timed(mesh, size, step(spec, changed, world, card, routing, ranges=ranges))
 
     own = timed(config.mesh)
-    every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
+    every = tqdm(list(mappings(spec, config, world, axes)), desc="mappings", leave=False, delay=2, disable=None)
     found = [own, *(timed(mesh) for mesh in every if mesh != config.mesh)]
     runs = found[1:] if refused(config, world) else found
     fit = sorted((each for each in runs if fits(each.memory, card)), key=lambda each: each.seconds.total)

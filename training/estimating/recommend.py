@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
 from training.checkpoint.layout import opened
 from training.config.reading import read_config
+from training.config.schema import TrainConfig
 from training.estimating import hardware
 from training.estimating.budget import ACCURACY, amount, few
 from training.estimating.estimate import MOST_GPUS
@@ -24,7 +25,7 @@ from training.estimating.mappings import AXES, Timed, ranked
 from training.estimating.memory import SPARE, Model
 from training.observe.flops import model_flops
 from training.run.parts import source
-from upcycle.arch.spec import DenseSpec
+from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.values import LENGTH, at_least, check_values
 from upcycle.planning.size import dense_flops, dense_parameters
 
@@ -145,30 +146,45 @@ def arm_of(
     config = read_config(file, [*words, *run, "micro_batch=1"])
     with source(config) as origin:
         spec, plan = origin.spec, origin.plan
-    model, least, found = Model(spec, config), math.inf, []
-    for recompute in RECOMPUTE:
-        for micro in (m for m in MICRO if config.batch % (m * count) == 0):
-            tried = replace(config, micro_batch=micro, model=replace(config.model, recompute=recompute))
-            fit, own = ranked(spec, tried, count, card, model=model)
-            least = min([least, own.memory.total, *(each.memory.total for each in fit)])
-            if not fit:
-                break
-            keys = [f"micro_batch={micro}", f"model.recompute={recompute}"]
-            # prefer FSDP with expert parallel, as most people run it; use other axes only if nothing else fits
-            found += [(any(getattr(each.mesh, axis) > 1 for axis in AXES if axis != "ep"), each, keys) for each in fit]
-    plain = [each for each in found if not each[0]]
-    found = plain or found
+    # FSDP with expert parallel comes first, as most people run it; use other axes only if nothing else fits
+    model = Model(spec, config)
+    for axes in (("ep",), AXES):
+        found, least = fitting(spec, config, count, card, model, axes)
+        if found:
+            break
     flops = model_flops(spec, config.data.sequence) / dense_flops(dense, config.data.sequence)
     parameters = dense_parameters(dense) if plan is None else plan.sizes.total
     if not found:
         return Arm(copies, parameters, flops, (), None, math.inf, least)
-    fastest = min(each.seconds.total for _, each, _ in found)
-    near = [each for each in found if each[1].seconds.total <= NEARLY * fastest]
-    _, best, keys = min(near, key=lambda each: each[1].memory.total)
-    axes = [f"mesh.{axis}={n}" for axis in (*AXES, "dp_replicate") if (n := getattr(best.mesh, axis)) > 1]
+    fastest = min(each.seconds.total for each, _ in found)
+    near = [each for each in found if each[0].seconds.total <= NEARLY * fastest]
+    best, keys = min(near, key=lambda each: each[0].memory.total)
+    keys = [*keys, *(f"mesh.{axis}={n}" for axis in (*AXES, "dp_replicate") if (n := getattr(best.mesh, axis)) > 1)]
     hours = config.steps * best.seconds.total / 3600
     start = [file] if file else []
-    return Arm(copies, parameters, flops, (*start, *words, *run, *keys, *axes), best, hours, least)
+    return Arm(copies, parameters, flops, (*start, *words, *run, *keys), best, hours, least)
+
+
+def fitting(
+    spec: DenseSpec | MoESpec,
+    config: TrainConfig,
+    count: int,
+    card: hardware.Hardware,
+    model: Model,
+    axes: Sequence[str],
+) -> tuple[list[tuple[Timed, list[str]]], float]:
+    """Return the mappings with these axes that fit, each with the words of its micro-batch and recompute mode, and the
+    least bytes of a GPU that any of them takes."""
+    least, found = math.inf, list[tuple[Timed, list[str]]]()
+    for recompute in RECOMPUTE:
+        for micro in (m for m in MICRO if config.batch % (m * count) == 0):
+            tried = replace(config, micro_batch=micro, model=replace(config.model, recompute=recompute))
+            fit, own = ranked(spec, tried, count, card, model=model, axes=axes)
+            least = min([least, own.memory.total, *(each.memory.total for each in fit)])
+            if not fit:
+                break
+            found += [(each, [f"micro_batch={micro}", f"model.recompute={recompute}"]) for each in fit]
+    return found, least
 
 
 def lines_of(

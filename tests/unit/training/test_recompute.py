@@ -229,8 +229,7 @@ def test_names_stay_and_validation_is_not_touched() -> None:
 def test_it_compiles(mode: str) -> None:
     want, counts = step(*made("moe", "none"))
     model, balance = made("moe", mode)
-    for layer in model.layers.values():
-        layer.compile(backend="aot_eager")
+    model.layers["1"].compile(backend="aot_eager")  # each would take seconds, and they are alike
     have, counts_again = step(model, balance)
     assert counts == counts_again
     assert all(torch.allclose(have[n], g, rtol=1e-10, atol=1e-10 * float(g.abs().max())) for n, g in want.items())
@@ -248,8 +247,7 @@ def test_experts_of_narrow_copies_compile(mode: str) -> None:
             assert isinstance(weights, LocalExperts)
             weights.split = split
         if not split:
-            for layer in model.layers.values():
-                layer.compile(backend="aot_eager")
+            model.layers["1"].compile(backend="aot_eager")
         losses = []
         with one_step(moe_blocks(model), 2):
             for tokens, labels in micro_batches(2):
