@@ -230,10 +230,10 @@ def test_with_room_for_more_rows_than_come(name: str, world: int, ep: int, etp: 
     run(world, compare, name, MeshConfig(ep=ep, etp=etp), CASES, False, 3)
 
 
-@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize(("world", "spare"), swept([(4, 0), (2, 3)], [(4, 3)]))
 @pytest.mark.parametrize("name", ["deepep on 1.x", "deepep on 2.x", "hybridep on hybrid", "hybridep on old hybrid"])
-def test_adapters_with_room_for_more_rows_than_come(name: str, spare: int) -> None:
-    run(4, compare, name, MeshConfig(ep=4), EVEN, False, spare)
+def test_adapters_with_room_for_more_rows_than_come(name: str, world: int, spare: int) -> None:
+    run(world, compare, name, MeshConfig(ep=world), EVEN, False, spare)
 
 
 def values_asked_for(rank: int, world: int, room: int | None) -> list[str]:
@@ -292,7 +292,7 @@ def test_nvlink_asks_the_device_nothing_and_says_what_found_no_memory() -> None:
     assert "mesh.arrivals=1.5 " in said[0] and "with mesh.arrivals=2.2, or" in said[0] and said[1] == ""
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", swept([4], [2]))
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
