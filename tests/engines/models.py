@@ -42,6 +42,7 @@ SHARED = {"shared": 1}  # as wide as a routed expert
 PART = {"shared": 0.25}  # of the FFN
 SLICES = {"experts": 4, "granularity": 4, "top_k": 4, "method": "virtual_group"}
 UNEVEN = {"router": {"normalize": False, "init": {"std": 0.1}}, "scale": "none"}
+WIDE = {"intermediate_size": 256}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -114,6 +115,12 @@ CASES: dict[str, Case] = {
     "upcycled biases in FFNs": Case("upcycled", "llama", {"mlp_bias": True}, asked=SLICES),
     "upcycled head_dim": Case("upcycled", "llama", {"head_dim": 64}, asked=SLICES),
     "upcycled window": Case("upcycled", "mistral", {"sliding_window": 16}, asked=SLICES),
+    # SGLang cannot pad our experts on a CPU, so their width is a multiple of 32
+    "upcycled wide": Case("upcycled", "llama", WIDE, asked=SLICES),
+    "upcycled wide, sigmoid, shared, tied": Case(
+        "upcycled", "qwen3", {"intermediate_size": 512, "tie_word_embeddings": True}, asked=SLICES | sigmoid(PART)
+    ),
+    **{f"upcycled wide of {donor}": Case("upcycled", donor, WIDE, asked=SLICES) for donor in ("qwen2", "gemma2", "nemotron")},
     "upcycled llama3 rope": Case("upcycled", "llama", {"rope_parameters": LLAMA3}, asked=SLICES),
     **{f"upcycled of {donor}": Case("upcycled", donor, asked=SLICES) for donor in (
         "qwen2", "gemma2", "gemma3_text", "nemotron", "granite", "olmo2", "olmo3", "starcoder2", "gpt_neox", "phi3", "smollm3",
@@ -123,7 +130,7 @@ CASES: dict[str, Case] = {
 TRAINED = [name for name in CASES if " " not in name] + [
     "qwen2_moe shared", "qwen2_moe shared, not normalised", "qwen3_moe not normalised", "glm4_moe shared, scale",
     "dots1 scale", "dots1 shared, scale", "solar_open shared, scale", "upcycled sigmoid, shared, tied",
-    "upcycled gelu", "upcycled of gemma3_text", "upcycled of nemotron",
+    "upcycled gelu", "upcycled wide", "upcycled wide, sigmoid, shared, tied", "upcycled of gemma3_text", "upcycled of nemotron",
 ]  # fmt: skip
 
 
@@ -144,3 +151,14 @@ def make(case: Case, folder: Path, *, trained: bool = False) -> Path:
     words = [f"output={folder / 'run'}", f"export={folder / 'moe'}", f"data.train=[{folder / 'data'}]"]
     train(read_config("", [*words, f"model.upcycle={json.dumps(keys)}", *STEPS, *bias]))
     return folder / "moe"
+
+
+def adapt(moe: Path, folder: Path, match: str) -> tuple[Path, Path]:
+    """Train adapters of the modules that `match` names, and return their folder and that of the merged model."""
+    alone, merged = folder / "alone", folder / "merged"
+    source = jsonl(folder / "text.jsonl", texts(30, 0))
+    assert prepare([str(folder / "data"), f"tokenizer={moe}", f"sources=[{source}]"]) == 0
+    words = [f"output={folder / 'run'}", f"export={merged}", f"data.train=[{folder / 'data'}]", f"model.source={moe}"]
+    words += ["lora.rank=4", f"lora.match={match}", f"lora.export={alone}"]
+    train(read_config("", [*words, *STEPS]))
+    return alone, merged

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 import upcycle
 from tests.engines import engines
 from tests.engines.engines import ENGINES, Answer
-from tests.engines.models import CASES, TRAINED, make
+from tests.engines.models import CASES, TRAINED, adapt, make
 from tests.unit.training.test_data import texts
 from upcycle.arch import engines as known
 from upcycle.arch.registry import target
@@ -76,7 +76,9 @@ def read(engine: str, place: Path, rows: Sequence[tuple[str, bool]]) -> dict[tup
 
 
 def claims(engine: str, name: str) -> bool:
-    """Return whether an engine can be asked: only some engines run a modelling file from the model's folder."""
+    """Return whether an engine is asked: only some engines run a modelling file from the model's folder."""
+    if engine in known.OWN_ONLY or name.startswith("upcycled wide"):
+        return engine in known.OWN_ONLY and name.startswith("upcycled wide")
     return target(CASES[name].target).can.stock or engine in known.FLAGS
 
 
@@ -161,6 +163,25 @@ def test_the_plug_in_reads_what_the_backend_cannot_fuse(row: tuple[str, bool], p
     assert all(engines.verdict(twin, wanted(place, *row)).startswith("wrong: ") for twin in wrong)
 
 
+def test_adapters_of_attention_load_in_vllm_and_others_are_refused(place: Path, tmp_path: Path) -> None:
+    """Compare vLLM on the base with adapters to transformers on the merged export; the twin is the base alone."""
+    if not ALL:
+        pytest.skip("asked by `make engines` alone, which takes minutes")
+    engine, base = engines.need("vLLM"), question(place, "upcycled of nemotron", False)
+    asked, folders = [], []
+    for match in ("[attention]", "[attention,experts,router]"):
+        (tmp_path / match).mkdir()
+        folders.append(adapt(Path(base["folder"]), tmp_path / match, match))
+        asked.append(base | {"adapters": str(folders[-1][0])})
+    got, refused = engines.ask(engine, asked, place)
+    want = engines.transformers(base | {"folder": str(folders[0][1])})
+    equal, difference = engines.same(got, want)
+    print(f"vLLM, adapters: {equal} of 64 tokens of the merged model, log-probabilities within {difference:.1e}")
+    assert engines.verdict(got, want) == known.RIGHT
+    assert engines.verdict(wanted(place, "upcycled of nemotron", False), want).startswith("wrong: ")
+    assert "expected target modules in" in refused["refused"]
+
+
 @pytest.mark.parametrize("name", ["glm4_moe", "solar_open"])
 def test_llama_cpp_wants_only_some_tokens_of_them(name: str, place: Path) -> None:
     """The reason that a plan gives: with these tokens in the tokenizer, the model is read right."""
@@ -178,7 +199,7 @@ def test_llama_cpp_wants_only_some_tokens_of_them(name: str, place: Path) -> Non
     assert engines.verdict(got, wanted(place, name, True)) == known.RIGHT
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine not in known.OWN_ONLY])
 def test_smollm2_in_an_engine(engine: str, place: Path) -> None:
     if not (SMOLLM2 / "config.json").is_file():
         pytest.skip("runs/smollm2 is not there; shared/tools/smollm2.py makes it")

@@ -21,11 +21,15 @@ from upcycle.io import strict
 
 FILE = Path(__file__).with_name("engines.json")
 RIGHT = "right"
-FLAGS = {"transformers": "trust_remote_code=True", "vLLM": "--trust-remote-code"}  # for a folder with its own code
-# engines that may run a folder with its own code but need a GPU, which no test has -> what their source says
+FLAGS = {  # for a folder with its own code
+    "transformers": "trust_remote_code=True",
+    "vLLM": "--trust-remote-code",
+    "SGLang": "--trust-remote-code",
+}
+OWN_ONLY = ("SGLang",)  # engines that were asked only about folders with their own code
+# engines that may run a folder with its own code but need a GPU, which no test has -> what to do for them
 NOT_ASKED = {
-    "SGLang": "it needs a GPU",
-    "LMDeploy": "it needs a GPU; `upcycle export FOLDER OUTPUT engine=lmdeploy` writes its folder, or says why not",
+    "LMDeploy": "it needs a GPU; `upcycle export FOLDER OUTPUT engine=lmdeploy` writes its folder, or says why not"
 }
 # why some rows are wrong, from the engine's source code: (engine, target, the needed feature at fault) -> reason
 BECAUSE: Mapping[tuple[str, str, str], str] = {
@@ -75,6 +79,8 @@ def fits(target: str, moe: MoESpec) -> tuple[list[str], list[str], list[str]]:
     """Return the engines that read the model correctly, then 'ENGINE: why not', then 'ENGINE: what was not tried'."""
     asked, right, wrong, untried = set(asks(moe)), ["transformers"], [], []
     for engine in table()["engines"]:
+        if engine in OWN_ONLY and registry.readable(target).can.stock:
+            continue
         rows = [row for row in table()["rows"] if row["target"] == target and engine in row["read"]]
         known = {ask for row in rows if row["read"][engine] == RIGHT and not row["trained"] for ask in row["asks"]}
         why = next(blamed(engine, target, rows, known, asked), "")
