@@ -18,6 +18,7 @@ COMMANDS = {  # name -> module with main(words) -> exit code, whose docstring is
     "convert": ("upcycle.cli.convert", "make the MoE checkpoint"),
     "verify": ("upcycle.cli.verify", "check a converted folder against its plan, bit for bit"),
     "inspect": ("upcycle.cli.inspect", "describe a checkpoint folder, and check that it is complete"),
+    "quantize": ("upcycle.cli.quantize", "write a model in FP8, NVFP4, AWQ or GGUF, and measure what it costs"),
     "push": ("upcycle.cli.push", "upload a model's folder to the Hub"),
     "prepare": ("training.cli.prepare", "turn text into token shards"),
     "train": ("training.cli.train", "train, or resume a run"),

@@ -1,5 +1,5 @@
-"""Write a plan as text: the table of `upcycle plan` (`table`), and the model cards of converted (`text`) and trained
-(`trained`) models."""
+"""Write a plan as text: the table of `upcycle plan` (`table`), and the model cards of converted (`text`), trained
+(`trained`) and quantised (`quantised`) models."""
 
 from __future__ import annotations
 
@@ -36,6 +36,15 @@ class Training(TypedDict):
     data: NotRequired[list[str]]
     losses: NotRequired[Mapping[str, tuple[float, float]]]  # first and last value
     scores: NotRequired[Mapping[str, float]]
+
+
+class Measured(TypedDict):
+    """The loss on a text before and after quantisation, in nats per token."""
+
+    data: list[str]
+    tokens: Count
+    before: float
+    after: float
 
 
 def settings(plan: UpcyclePlan) -> dict[str, Any]:
@@ -197,6 +206,49 @@ def trained(
     return page(done, [*how, *learned(manifest["trained"])], config, names, base_terms, tags, files)
 
 
+FORMATS = {  # how `upcycle quantize` stores a model
+    "fp8": "FP8: 8-bit weights with a scale for each row; activations are rounded for each token when the model runs",
+    "nvfp4": "NVFP4: 4-bit weights and activations in blocks of 16",
+    "awq": "AWQ: 4-bit weights in groups, after channels were scaled by the activations of calibration text",
+    "gguf": "GGUF, written by llama.cpp's converter",
+}
+
+
+def quantised(
+    manifest: Mapping[str, Any], config: Mapping[str, Any], base_terms: Mapping[str, Any], files: Sequence[str]
+) -> str:
+    """Return the README.md of a quantised folder, from its manifest and the model's config.json."""
+    how = manifest["quantised"]
+    kind, _, precision = how["method"].partition(" ")
+    names = [name for name in (how["model"], manifest["from"], *manifest["donors"]) if name]
+    shown = [("quantised from", public_name(how["model"]))]
+    shown += [("base model", public_name(name)) for name in names[1:]]
+    shown.append(("format", FORMATS[kind] + (f", as {precision}" if precision else "")))
+    if kind != "gguf":
+        shown.append(("not rounded", "routers, norms, embeddings and the head"))
+    shown += [("loss on text", change(how.get("text"))), ("runs on", how["runs"])]
+    shown.append(("architecture", str(config.get("model_type"))))
+    shown += learned(manifest["trained"]) if "trained" in manifest else []
+    if kind == "gguf":
+        run = ["Run it with llama.cpp in its own folder:", "", "```bash", f"llama-cli -m {files[0]}", "```"]
+    else:
+        run = [
+            "Serve it with vLLM in its own folder:", "", "```bash",
+            f"vllm serve .{' --trust-remote-code' * ('auto_map' in config)}", "```",
+        ]  # fmt: skip
+    tags = ["moe", "upcycled", kind] if "config" in manifest else ["moe", kind]
+    return page(f"quantised ({how['method']})", shown, config, names, base_terms, tags, files, how=run)
+
+
+def change(text: Measured | None) -> str:
+    """Say by how much quantisation changed the loss on a text, as the manifest records it."""
+    if text is None:
+        return "not measured, because data named no text"
+    before, after = text["before"], text["after"]
+    where = f"on {text['tokens']:,} tokens of {', '.join(text['data'])}"
+    return f"{after:.4f} nats per token, {after - before:+.4f} against {before:.4f} before, {where}"
+
+
 def learned(trainings: Sequence[Training]) -> list[tuple[str, str]]:
     """Return table rows of a model's trainings: details of the last one, and the total tokens of earlier ones."""
     last, before = trainings[-1], [each.get("tokens", 0) for each in trainings[:-1]]
@@ -225,13 +277,17 @@ def page(
     tags: Sequence[str],
     files: Iterable[str],
     more: str = "",
+    how: Sequence[str] = (),
 ) -> str:
-    """Return a model card: metadata for the Hub, what was done to which model, code that loads it, and a table."""
+    """Return a model card: metadata for the Hub, what was done to which model, how to run it, and a table.
+
+    `how`: lines that say how to run it, if not as a model that is not quantised.
+    """
     name = inert(public_name(sources[0])) if sources else "A model of random weights"
     lines = [
         f"# {name}, {done}", "",
         f"Made by upcycle {__version__} from `{name}`.",
-        *use(config, any(file.startswith(("tokenizer", "vocab")) for file in files)), "",
+        *(how or use(config, any(file.startswith(("tokenizer", "vocab")) for file in files))), "",
         "| | |", "|---|---|",
         *(f"| {key} | {inert(value)} |" for key, value in shown), "",
         *([more, ""] if more else []),

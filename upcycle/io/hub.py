@@ -28,7 +28,7 @@ from upcycle.io.checkpoint import (
     not_had,
     public_name,
 )  # fmt: skip
-from upcycle.io.publish import MANIFEST, MEASURED, signed
+from upcycle.io.publish import MANIFEST, MEASURED, damages, signed
 from upcycle.io.strict import parse_object, read_object, read_small, short
 
 
@@ -101,12 +101,15 @@ class Upload:
 def upload(folder: str | Path) -> Upload:
     """Choose the files to upload: weights, configs, tokenizer, licenses, card, manifest, code named in config.json."""
     folder = Path(folder)
-    with Checkpoint.open(folder) as checkpoint:  # reads and checks every header
-        names = {file.name for file in checkpoint.files}
-        names |= {"config.json", INDEX, "README.md", MANIFEST, MEASURED}
-        code = checkpoint.config.get("auto_map") or {}
+    names = {"README.md", MANIFEST}
+    if (folder / "config.json").exists() or not any(folder.glob("*.gguf")):
+        with Checkpoint.open(folder) as checkpoint:  # reads and checks every header
+            names |= {file.name for file in checkpoint.files} | {"config.json", INDEX, MEASURED}
+            code = checkpoint.config.get("auto_map") or {}
         modules = [module for module in (code.values() if isinstance(code, dict) else ()) if isinstance(module, str)]
         names |= {f"{module.partition('.')[0]}.py" for module in modules}
+    else:
+        names |= whole_gguf(folder)
     names |= {file.name for pattern in (*COPIED, *TERMS) for file in folder.glob(pattern)}
     there = sorted(path for path in folder.iterdir() if path.name in names)
     if link := next((path for path in there if path.is_symlink() or not path.is_file()), None):
@@ -115,6 +118,21 @@ def upload(folder: str | Path) -> Upload:
         raise ValueError(f"{folder} has no README.md, the model card; write one")
     files = tuple((path.name, public_manifest(path) if path.name == MANIFEST else path) for path in there)
     return Upload(folder, files, tuple(sorted(path.name for path in folder.iterdir() if path.name not in names)))
+
+
+def whole_gguf(folder: Path) -> set[str]:
+    """Return the names of a folder's GGUF files; raise a ValueError if its manifest lists others."""
+    manifest = folder / MANIFEST
+    listed = read_object(manifest).get("files") if manifest.is_file() else None
+    if not isinstance(listed, dict):
+        raise ValueError(f"{folder} has a GGUF file and no {MANIFEST} that lists it; quantise again")
+    try:
+        said = next(damages(manifest, listed), "")
+    except (KeyError, TypeError) as error:
+        said = f"{manifest} does not list its files ({error!r})"
+    if said:
+        raise ValueError(f"{said}; quantise again")
+    return {name for name in listed if name.endswith(".gguf")}
 
 
 def public_manifest(path: Path) -> bytes:
@@ -129,7 +147,7 @@ def public_manifest(path: Path) -> bytes:
         return public_name(value) if isinstance(value, str) and os.sep in value else value
 
     body = {
-        key: public(value) if key in ("from", "donors", "config", "trained") else value
+        key: public(value) if key in ("from", "donors", "config", "trained", "quantised") else value
         for key, value in manifest.items()
     }
     return signed(body)

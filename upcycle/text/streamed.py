@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -216,16 +217,21 @@ def built(checkpoint: Checkpoint, dtype: torch.dtype, experts: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         kind: Any = transformers.AutoModelForCausalLM
         return kind.from_config(config, dtype=dtype, trust_remote_code=False, **more).eval()
-    shipped = checkpoint.folder / upcycled.MODELING.name
+    check_modeling(checkpoint.folder)
+    from upcycle.arch.remote import modeling_upcycled as ours
+
+    own: Any = ours.UpcycledForCausalLM
+    return own._from_config(ours.UpcycledConfig.from_pretrained(path), dtype=dtype, **more).eval()
+
+
+def check_modeling(folder: Path) -> None:
+    """Raise a ValueError if the modelling file of an `upcycled` folder is not ours, byte for byte."""
+    shipped = folder / upcycled.MODELING.name
     if not shipped.is_file() or shipped.read_bytes() != upcycled.MODELING.read_bytes():
         raise ValueError(
             f"{shipped} is not the modelling file of this version of upcycle; it is not run. Convert again, "
             "or load it yourself with trust_remote_code=True"
         )
-    from upcycle.arch.remote import modeling_upcycled as ours
-
-    own: Any = ours.UpcycledForCausalLM
-    return own._from_config(ours.UpcycledConfig.from_pretrained(path), dtype=dtype, **more).eval()
 
 
 @contextmanager

@@ -65,6 +65,29 @@ Trained = TypedDict(  # the manifest of a model that was trained and exported
         "config": NotRequired[Settings],  # of the conversion; in_slices reads these fields
     },
 )
+
+
+class How(TypedDict):
+    """How a model was quantised."""
+
+    method: str
+    model: str  # the folder or hub id that was quantised
+    runs: str
+    text: NotRequired[card.Measured]
+
+
+Quantised = TypedDict(  # the manifest of a quantised model
+    "Quantised",
+    {
+        "from": str,
+        "donors": list[str],
+        "quantised": How,
+        "files": Mapping[str, Written],
+        "sum": str,
+        "config": NotRequired[Settings],
+        "trained": NotRequired[list[card.Training]],
+    },
+)
 Manifest = TypedDict(
     "Manifest",
     {"from": str, "plan": str, "config": Settings, "promise": Promised, "files": Mapping[str, Written]},
@@ -103,7 +126,13 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
             lines["method"] = ", ".join(f"{k}={v}" for k, v in manifest["config"]["method"].items())
         if manifest and "trained" in manifest:
             lines |= dict(card.learned(manifest["trained"]))
-        elif manifest:
+        if manifest and "quantised" in manifest:
+            how = manifest["quantised"]
+            lines |= {
+                "quantised": f"{how['method']}, from {how['model']}",
+                "loss on text": card.change(how.get("text")),
+            }
+        elif manifest and "trained" not in manifest:
             promise = manifest["promise"]
             lines |= {
                 "function": "exact" if promise["exact"] else f"not exact: {'; '.join(promise['reasons'])}",
@@ -206,7 +235,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         manifest = strict.read_object(path)
-        checked: dict[str, Any] = strict.held(manifest, Trained if "trained" in manifest else Manifest, str(path))
+        kind: Any = Quantised if "quantised" in manifest else Trained if "trained" in manifest else Manifest
+        checked: dict[str, Any] = strict.held(manifest, kind, str(path))
         return checked
     except ValueError as error:
         raise ValueError(f"{path} is not a manifest that upcycle wrote ({error}); convert or export again") from None
@@ -215,7 +245,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
     """Read the manifest of a converted folder; raise a ValueError if it does not record the tensors that were read."""
     manifest = read_manifest(folder)
-    if manifest is None or "trained" in manifest:
+    if manifest is None or {"trained", "quantised"} & manifest.keys():
         return None
     try:
         whole: dict[str, Any] = strict.held(manifest, WholeManifest, str(folder / MANIFEST))

@@ -1,0 +1,52 @@
+"""Quantise a model's folder, and measure by how much its loss on your text changes.
+
+usage: upcycle quantize MODEL output=FOLDER method=fp8|nvfp4|awq|gguf [key=value ...]
+
+  upcycle quantize ./moe output=./moe-fp8 method=fp8 data=[book.txt]
+  upcycle quantize ./moe output=./moe-awq method=awq data=[book.txt]
+  upcycle quantize ./moe output=./moe-gguf method=gguf type=q8_0 data=[book.txt]
+
+fp8, nvfp4 and awq need llm-compressor (pip install "upcycle[quantize]"); gguf needs llama.cpp's convert_hf_to_gguf.py.
+Routers, norms, embeddings and the head keep their numbers, except that GGUF rounds all large matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from upcycle.cli import frame
+from upcycle.config.values import LENGTH, at_least, check_values, one_of
+
+METHODS = ("fp8", "nvfp4", "awq", "gguf")
+TYPES = ("q8_0", "bf16", "f16")
+
+
+@dataclass(frozen=True)
+class QuantizeKeys:
+    model: str = ""  # the folder to quantise, or a Hub id; the first word
+    output: str = ""  # the folder to make; it must not exist
+    # fp8 (8 bits; activations too) | nvfp4 (4 bits; activations too) | awq (4-bit weights) | gguf (for llama.cpp)
+    method: str = ""
+    data: tuple[str, ...] = ()  # .txt, .jsonl or .jsonl.zst files to measure on; nvfp4 and awq also calibrate on them
+    tokens: int = 4096  # tokens to measure on; nvfp4 and awq calibrate on as many others
+    type: str = "q8_0"  # gguf's type: q8_0 | bf16 | f16
+    converter: str = ""  # llama.cpp's convert_hf_to_gguf.py; "": the one on the PATH
+
+    def __post_init__(self) -> None:
+        rules = {"method": one_of(("", *METHODS)), "type": one_of(TYPES), "tokens": at_least(2, most=LENGTH)}
+        check_values(self, "", rules)
+
+
+@frame.command()
+def main(words: Sequence[str]) -> int:
+    from upcycle.converting.quantize import quantize
+
+    asked = asdict(frame.named(QuantizeKeys, words, "model"))
+    for key, example in (("output", "FOLDER"), ("method", "|".join(METHODS))):
+        if not asked[key]:
+            raise ValueError(f"{key} is not set; write {key}={example}")
+    done = quantize(**asked)
+    print(done.sentence)
+    print(f"{done.folder} is complete")
+    return 0
