@@ -18,6 +18,8 @@ import transformers
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
+from upcycle import plugin
+from upcycle.arch import registry
 from upcycle.arch.targets.upcycled import MODELING
 from upcycle.cli import frame
 from upcycle.config.values import at_least, check_values, finite, one_of, seed, share_of_one
@@ -274,6 +276,11 @@ def classes(folder: Path, config: ChatConfig) -> tuple[Any, Any]:
     """Return the classes of the config and of the model: transformers' own, or those that we ship."""
     settings = strict.read_object(folder / "config.json")
     kind, code = settings.get("model_type"), settings.get("auto_map")
+    if settings.get("quantization_config") and kind in plugin.names(registry.TARGETS):
+        raise ValueError(
+            f"{config.model} is quantised, and transformers does not read the scales of quantised experts; serve it with "
+            "vLLM, or give the model that it was made from"
+        )
     if config.trust_remote_code or not code or kind in transformers.CONFIG_MAPPING:
         return AutoConfig, AutoModelForCausalLM
     hint = "read the code in the folder, and write trust_remote_code=true to run it"

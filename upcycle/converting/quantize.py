@@ -13,9 +13,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -95,13 +96,14 @@ def quantize(
             raise ValueError(f"{place} exists already; remove it or choose another output")
         if method in CALIBRATED and not data:
             raise ValueError(f"method={method} calibrates on text; write data=[FILE]")
+        if source.config["model_type"] == "upcycled":
+            check_modeling(folder)
         rows = texts(source, data, tokens)
         if method == "gguf":
             script = check_gguf(source, moe, converter)
         else:
-            import llmcompressor  # noqa: F401  fail before any work if it is missing
-
             check_groups(method, moe)
+            need_llmcompressor()
         partial = place.with_name(f"{place.name}.partial")
         with unfinished(partial, place, {"quantize": method, "model": source.fingerprint()}), quiet():
             if method == "gguf":
@@ -190,7 +192,6 @@ def load(source: Checkpoint) -> Any:
     more: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float32, "output_loading_info": True}
     kind: Any = transformers.AutoModelForCausalLM
     if source.config["model_type"] == "upcycled":
-        check_modeling(source.folder)
         from upcycle.arch.remote.modeling_upcycled import UpcycledForCausalLM
 
         kind = UpcycledForCausalLM
@@ -217,16 +218,23 @@ def nats(model: Any, rows: Tensor) -> float:
 # ---- llm-compressor
 
 
+def need_llmcompressor() -> None:
+    """Raise a ModuleNotFoundError if llm-compressor is missing; silence its reports."""
+    if find_spec("llmcompressor") is None:
+        raise ModuleNotFoundError(name="llmcompressor")
+    from loguru import logger
+
+    for package in ("llmcompressor", "compressed_tensors"):
+        logger.disable(package)
+
+
 def compressed(
     source: Checkpoint, moe: MoESpec, partial: Path, method: str, rows: tuple[Tensor, Tensor] | None
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[float, float] | None]:
     """Quantise by llm-compressor and write the weights; return their files, config.json, and both losses."""
     from compressed_tensors.compressors import ModelCompressor
     from llmcompressor.modeling.moe.linearize import get_non_linearized_moes, linearize_moe
-    from loguru import logger
 
-    for package in ("llmcompressor", "compressed_tensors"):
-        logger.disable(package)
     model = load(source)
     before = nats(model, rows[0]) if rows else None
     if method in CALIBRATED and moe.layers and not get_non_linearized_moes(model):
@@ -269,6 +277,7 @@ def one_shot(model: Any, moe: MoESpec, method: str, rows: Tensor | None) -> None
     from llmcompressor import oneshot
     from llmcompressor.entrypoints.oneshot import Oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
 
     scheme = preset_name_to_scheme(SCHEMES[method], ["Linear"])
     recipe: list[Any] = []
@@ -289,8 +298,11 @@ def one_shot(model: Any, moe: MoESpec, method: str, rows: Tensor | None) -> None
         assert rows is not None
         each = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
         keys = {"pipeline": "basic", "dataset": torch.utils.data.DataLoader(each, batch_size=1)}  # type: ignore[arg-type]
-    # it asks AutoConfig whether the folder is quantised, and AutoConfig would ask to run the folder's code
-    with patch.object(Oneshot, "validate_model", lambda self, model: None):
+    with ExitStack() as stack:
+        # it asks AutoConfig whether the folder is quantised, and AutoConfig would ask to run the folder's code
+        stack.enter_context(patch.object(Oneshot, "validate_model", lambda self, model: None))
+        if not torch.cuda.is_available():  # AWQ pins memory for a GPU, and torch refuses that without one
+            stack.enter_context(patch.object(IntermediatesCache, "pin_memory", lambda self, index, names=None: None))
         oneshot(model=model, recipe=recipe, **keys)
 
 

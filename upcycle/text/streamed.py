@@ -211,6 +211,8 @@ def built(checkpoint: Checkpoint, dtype: torch.dtype, experts: str) -> Any:
     import transformers
 
     path = str(checkpoint.folder)
+    if checkpoint.config.get("quantization_config"):
+        raise ValueError(f"{path} is quantised, so only engines read its weights; give the model that it was made from")
     # not from config.json: transformers fetches and runs kernels that it names
     more: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": experts or None}
     if checkpoint.config.get("model_type") != "upcycled":
