@@ -64,6 +64,7 @@ from training.estimating.recommend import RecommendConfig
 from upcycle.cli import main as door
 from upcycle.cli.inspect import InspectKeys
 from upcycle.cli.plan import PlanKeys
+from upcycle.cli.quantize import QuantizeKeys
 from upcycle.cli.verify import VerifyKeys
 from upcycle.config.reading import read
 from upcycle.config.schema import UpcycleConfig
@@ -158,6 +159,7 @@ COMMANDS = {
     "convert": Command("source=DENSE experts=2 top_k=1 output=out", (UpcycleConfig,), (), 3),
     "verify": Command("DENSE MOE tokens=64 sequence=32", (VerifyKeys,), ("dense", "moe"), 2),
     "inspect": Command("MOE", (InspectKeys,), ("folder",)),
+    "quantize": Command("MOE output=out method=gguf data=[TEXT] tokens=64", (QuantizeKeys,), ("model", "converter")),
     "push": Command("MOE a/b dry_run=true", (InspectKeys,), ("folder",)),
     "prepare": Command("out tokenizer=DENSE sources=[TEXT]", (PrepareConfig, PrepareKeys), (), 2),
     "train": Command(TRAIN, (TrainConfig,), ISLANDS, 10),

@@ -172,6 +172,7 @@ def understood(command: str) -> str:
     from training.estimating.measure import MeasureConfig
     from training.estimating.recommend import RecommendConfig
     from upcycle.cli.plan import PlanKeys
+    from upcycle.cli.quantize import QuantizeKeys
 
     words = [word for word in shlex.split(command) if not word.startswith("nproc=")]
     name, *words = words[words.index("-m") + 1 :] if "-m" in words else words[1:]
@@ -196,6 +197,8 @@ def understood(command: str) -> str:
         read_evaluation(words)
     elif name == "chat":
         read_chat(words)
+    elif name == "quantize":
+        cli.named(QuantizeKeys, words, "model")
     elif name == "study":
         read_study(file, keys)
     elif name == "facts":

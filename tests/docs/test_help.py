@@ -38,7 +38,7 @@ MORE = {
 READ = (
     "meta-llama/", "hf:", "mmlu", "benchmarks.evaluation ./moe", "bench-qwen3", "benchmarks.kernels", "examples.demo",
     "benchmarks.converting", "upcycle study", " mesh.ep=8", "evaluation lm-eval", "-{0,1,2}", "measure=",
-    "islands.serve=", "recommend org/", "xmine.yaml", "islands.join=", "islands.local=",
+    "islands.serve=", "recommend org/", "xmine.yaml", "islands.join=", "islands.local=", "upcycle quantize",
 )  # fmt: skip
 # what the folder has -> what it is made of, in this order
 MADE = {

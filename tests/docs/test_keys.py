@@ -43,6 +43,7 @@ from upcycle.cli.inspect import InspectKeys
 from upcycle.cli.main import COMMANDS
 from upcycle.cli.plan import PlanKeys
 from upcycle.cli.push import PushKeys
+from upcycle.cli.quantize import QuantizeKeys
 from upcycle.cli.verify import VerifyKeys
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import grow
@@ -54,6 +55,7 @@ TABLES: list[tuple[str, str, type[Any]]] = [
     ("upcycle plan", "In addition to the keys above.", PlanKeys),
     ("upcycle verify", "", VerifyKeys),
     ("upcycle inspect", "", InspectKeys),
+    ("upcycle quantize", "", QuantizeKeys),
     ("upcycle push", "", PushKeys),
     ("upcycle prepare", "", PrepareConfig),
     ("upcycle prepare OUTPUT", "In addition to the keys above.", PrepareKeys),

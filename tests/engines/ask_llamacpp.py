@@ -36,7 +36,9 @@ class Model(library.LlamaModel):
 
 
 def answer(question: dict[str, Any]) -> asking.Answer:
-    model = Model(str(to_gguf(Path(question["folder"]))), library.LlamaModelParams(), verbose=True)
+    folder = Path(question["folder"])
+    file = folder if folder.suffix == ".gguf" else to_gguf(folder)
+    model = Model(str(file), library.LlamaModelParams(), verbose=True)
     params = library.LlamaContextParams()
     params.n_ctx, params.n_batch, params.n_ubatch, params.n_threads, params.n_threads_batch = 256, 256, 256, 1, 1
     params.type_k = params.type_v = 0  # float32; the default is float16

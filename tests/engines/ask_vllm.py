@@ -23,7 +23,48 @@ def modules(model: Any) -> list[str]:
     return sorted({f"{type(each).__module__}.{type(each).__qualname__}" for each in model.modules()})
 
 
+def without_fp8_kernels() -> None:
+    """Multiply FP8 weights by their scales after vLLM has loaded them, and compute in the model's dtype.
+
+    vLLM's FP8 kernels for experts on a CPU need AMX. This asks for the rest: the config, the names and the numbers.
+    """
+    import torch
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_fp8 as experts,
+    )
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+        compressed_tensors_w8a8_fp8 as matrices,
+    )
+
+    def multiply(layer: Any, name: str) -> None:
+        weight, scale = getattr(layer, name), getattr(layer, f"{name}_scale")
+        assert weight.dtype == torch.float8_e4m3fn and scale.shape == (*weight.shape[:-1], 1), (
+            weight.dtype,
+            scale.shape,
+        )
+        setattr(layer, name, torch.nn.Parameter(weight.float() * scale.float(), requires_grad=False))
+
+    def load_experts(self: Any, layer: Any) -> None:
+        multiply(layer, "w13_weight")
+        multiply(layer, "w2_weight")
+        layer._replace_quant_method(UnquantizedFusedMoEMethod(self.moe))
+        layer.quant_method.process_weights_after_loading(layer)
+
+    def load_matrix(self: Any, layer: Any) -> None:
+        multiply(layer, "weight")
+
+    def linear(self: Any, layer: Any, x: Any, bias: Any = None) -> Any:
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+    experts.CompressedTensorsW8A8Fp8MoEMethod.process_weights_after_loading = load_experts
+    matrices.CompressedTensorsW8A8Fp8.process_weights_after_loading = load_matrix
+    matrices.CompressedTensorsW8A8Fp8.apply_weights = linear
+
+
 def answer(question: dict[str, Any]) -> asking.Answer:
+    if question.get("without_fp8_kernels"):
+        without_fp8_kernels()
     folder, prompt, text = question["folder"], question["prompt"], question["text"]
     adapters = question.get("adapters")
     model = LLM(

@@ -404,7 +404,11 @@ def gguf(
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     if done.returncode or not file.is_file():
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise ValueError(f"llama.cpp's converter failed on {source.folder}: {lines[-1] if lines else done.returncode}")
+        said = lines[-1] if lines else f"exit code {done.returncode}"
+        raise ValueError(
+            f"llama.cpp's converter failed on {source.folder}: {said}; it needs its own requirements in this Python "
+            "(pip install gguf sentencepiece)"
+        )
     with open(file, "rb") as written:
         os.fsync(written.fileno())
     losses = None
