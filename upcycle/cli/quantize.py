@@ -24,14 +24,13 @@ TYPES = ("q8_0", "bf16", "f16")
 
 @dataclass(frozen=True)
 class QuantizeKeys:
-    model: str = ""  # the folder to quantise, or a Hub id; the first word
-    output: str = ""  # the folder to make; it must not exist
-    # fp8 (8 bits; activations too) | nvfp4 (4 bits; activations too) | awq (4-bit weights) | gguf (for llama.cpp)
-    method: str = ""
-    data: tuple[str, ...] = ()  # .txt, .jsonl or .jsonl.zst files to measure on; nvfp4 and awq also calibrate on them
-    tokens: int = 4096  # tokens to measure on; nvfp4 and awq calibrate on as many others
-    type: str = "q8_0"  # gguf's type: q8_0 | bf16 | f16
-    converter: str = ""  # llama.cpp's convert_hf_to_gguf.py; "": the one on the PATH
+    model: str = ""  # a folder or a Hub id; the first word
+    output: str = ""  # the folder to make
+    method: str = ""  # fp8 | nvfp4 | awq | gguf
+    data: tuple[str, ...] = ()  # texts to measure on; nvfp4 and awq also calibrate on them
+    tokens: int = 4096  # tokens to measure on, and to calibrate on
+    type: str = "q8_0"  # of gguf: q8_0 | bf16 | f16
+    converter: str = ""  # llama.cpp's convert_hf_to_gguf.py; "": from the PATH
 
     def __post_init__(self) -> None:
         rules = {"method": one_of(("", *METHODS)), "type": one_of(TYPES), "tokens": at_least(2, most=LENGTH)}

@@ -313,7 +313,7 @@ def names_on_disk(source: Checkpoint, model: Any) -> dict[str, str]:
     if strange := sorted(set(names.values()) ^ source.entries.keys()):
         raise ValueError(
             f"{source.folder} stores {strict.short(strange[0])} in another layout than a matrix for each expert, "
-            "of which engines read no quantised form; convert to another target"
+            "and engines read no quantised form of that; convert to another target"
         )
     return names
 
