@@ -278,8 +278,8 @@ def classes(folder: Path, config: ChatConfig) -> tuple[Any, Any]:
     kind, code = settings.get("model_type"), settings.get("auto_map")
     if settings.get("quantization_config") and kind in plugin.names(registry.TARGETS):
         raise ValueError(
-            f"{config.model} is quantised, and transformers does not read the scales of quantised experts; serve it with "
-            "vLLM, or give the model that it was made from"
+            f"{config.model} is quantised, and transformers does not read the scales of quantised experts; serve "
+            "it with vLLM, or give the model that it was made from"
         )
     if config.trust_remote_code or not code or kind in transformers.CONFIG_MAPPING:
         return AutoConfig, AutoModelForCausalLM
