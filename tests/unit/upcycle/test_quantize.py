@@ -153,9 +153,10 @@ def test_a_converter_that_fails_leaves_no_folder(
 def test_q8_0_rounds_to_127_steps_of_each_32_numbers() -> None:
     weight = torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(0))
     got = quantize.rounded(weight, "q8_0")
-    step = weight.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
-    error = ((got - weight).unflatten(-1, (-1, 32)) / step).abs()
-    assert 0.4 < float(error.max()) < 0.6 and torch.equal(quantize.rounded(got, "q8_0"), got)
+    step = (weight.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127).half().float()
+    level = got.unflatten(-1, (-1, 32)) / step
+    assert float((level - level.round()).abs().max()) < 1e-3 and torch.all(level.round().abs().amax(-1) == 127)
+    assert float((got - weight).abs().max() / step.max()) < 0.6
     assert torch.equal(quantize.rounded(weight, "bf16"), weight.bfloat16().float())
     assert torch.equal(quantize.rounded(weight, "f16"), weight.half().float())
 
