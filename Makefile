@@ -59,7 +59,7 @@ $(ORACLES)/installed: requirements/oracles.lock.txt $(PINS)
 # an engine's environment is held to versions
 .venv-%/installed: requirements/engines-%.txt $(PINS)
 	$(PYTHON) -m venv $(@D)
-	$(if $(filter vllm,$*),$(@D)/bin/python $(PIP_INSTALL) -c $(PINS) torch)
+	$(if $(filter vllm quantize,$*),$(@D)/bin/python $(PIP_INSTALL) -c $(PINS) torch)
 	$(@D)/bin/python $(PIP_INSTALL) --no-deps -r $<
 	@touch $@
 
