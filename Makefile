@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 ORACLES := .venv-oracles
-ENGINES := vllm sglang llamacpp mlx mistralrs
+ENGINES := vllm sglang llamacpp mlx mistralrs quantize
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 # every file that is downloaded is held to its hash, but torch's, whose build (CPU, CUDA, ROCm) is the machine's to choose
 PINS := requirements/constraints.txt
