@@ -661,9 +661,11 @@ def commands(place: Path) -> dict[str, Command]:
     small = ["stack=false", "batch=1", "micro_batch=1", "data.sequence=16", "model.dtype=float32"]
     few_facts = ["people=4", "places=0", "events=0", "tellings=2", "asked=2"]
     book, moe = str(place / "book.txt"), str(place / "moe")
+    gguf = ["method=gguf", f"converter={place / 'converter.py'}"]
     all_of = [
         maker("convert", lambda here: upcycle(["convert", f"source={dense}", f"output={here / 'moe'}", *few]), "moe"),
         maker("prepare", lambda here: prepare.main([str(here / "out"), *texts]), "out"),
+        maker("quantize", lambda here: upcycle(["quantize", moe, f"output={here / 'out'}", *gguf]), "out"),
         maker("export", lambda here: export.main([str(place / "run"), str(here / "out")]), "out"),
         Command(
             "train",
@@ -811,7 +813,8 @@ def set_up(place: Path, names: Collection[str]) -> None:
         jsonl(place / f"{name}.jsonl", texts(40, ord(name)))
     (place / "book.txt").write_text("\n".join(texts(20, 7)))
     known = commands(place)
-    if {"routing", "verify", "inspect"} & {*names}:
+    (place / "converter.py").write_text("import sys; open(sys.argv[-1], 'w').write('GGUF')")
+    if {"routing", "verify", "inspect", "quantize"} & {*names}:
         assert known["convert"].run(place) == 0
     if {"facts-score", "facts-score-again"} & {*names}:
         assert known["facts-write"].run(place) == 0

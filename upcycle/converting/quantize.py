@@ -93,6 +93,8 @@ def quantize(
         moe = spec_of(source)
         check_apart("output", place, [folder, *data], f"-{method}")
         if place.exists() or place.is_symlink():
+            if place.is_dir() and read_manifest(place):
+                shutil.rmtree(place / JOB, ignore_errors=True)  # left if a kill came right after the rename
             raise ValueError(f"{place} exists already; remove it or choose another output")
         if method in CALIBRATED and not data:
             raise ValueError(f"method={method} calibrates on text; write data=[FILE]")
