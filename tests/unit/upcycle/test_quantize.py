@@ -134,6 +134,8 @@ def test_a_gguf_folder_is_published_with_its_loss_and_can_be_pushed(
     shown = capsys.readouterr().out
     assert all(f"  {path.name}\n" in shown for path in out.iterdir()) and "stays" not in shown
     assert b"somewhere-private" not in sent(out)
+    (out / ".upcycle").mkdir()  # as a kill leaves it that comes right after the rename
+    assert gguf(place, out) == 2 and "exists already" in capsys.readouterr().err and not (out / ".upcycle").exists()
     (out / "model-q8_0.gguf").write_text("GGUF q8_1")
     assert main(["push", str(out), "org/name", "dry_run=true"]) == 2
     assert "has changed since it was written" in capsys.readouterr().err
