@@ -49,6 +49,7 @@ MADE = {
     "runs/valid": "cp runs/data",
     "moe": "upcycle convert source=./llama output=./moe",
     "moe-trained": "cp moe",
+    "slices": "upcycle convert source=./llama output=./slices method.name=virtual_group target=upcycled",
     "runs/dense": "upcycle train model.source=./llama data.train=[runs/data] data.valid=[runs/valid] output=runs/dense",
     "runs/moe": "upcycle train my.yaml export=",
     "facts": "upcycle facts write output=facts people=100 places=0 events=0",

@@ -1,16 +1,15 @@
 """Export a checkpoint of a training run as a Hugging Face folder, or such a folder for LMDeploy.
 
-usage: upcycle export RUN OUTPUT [nproc=N]
-       upcycle export FOLDER OUTPUT engine=lmdeploy
+usage: upcycle export RUN OUTPUT [nproc=N] [engine=lmdeploy]
 
   upcycle export runs/moe moe-exported          # the newest complete checkpoint
   upcycle export runs/moe/checkpoints/step-00000012 moe-12
-  upcycle export moe-exported moe-lmdeploy engine=lmdeploy
+  upcycle export slices slices-lmdeploy engine=lmdeploy
 
 RUN is the folder of a run or of one of its checkpoints. The dense model, the data and a GPU are not needed. One tensor
 at a time is in memory. With nproc each process writes some of the files.
 
-With engine=lmdeploy, FOLDER is a model with target=upcycled, and only LMDeploy runs the result.
+With engine=lmdeploy, RUN is the folder of a model with target=upcycled, and only LMDeploy runs the result.
 
 keys, with defaults and meaning: docs/config.md
 """
