@@ -146,7 +146,7 @@ def make(case: Case, folder: Path, *, trained: bool = False) -> Path:
     if not trained:
         return upcycle.convert(keys, output=folder / "moe", quiet=True)
     source = jsonl(folder / "text.jsonl", texts(30, 0))
-    assert prepare([str(folder / "data"), f"tokenizer={dense}", f"sources=['{source}']"]) == 0
+    assert prepare([str(folder / "data"), f"tokenizer={dense}", f"sources=[{source}]"]) == 0
     bias = ["balance.bias_rate=0.05"] if keys["router"].get("score") == "sigmoid" else []
     words = [f"output={folder / 'run'}", f"export={folder / 'moe'}", f"data.train=[{folder / 'data'}]"]
     train(read_config("", [*words, f"model.upcycle={json.dumps(keys)}", *STEPS, *bias]))
@@ -157,7 +157,7 @@ def adapt(moe: Path, folder: Path, match: str) -> tuple[Path, Path]:
     """Train adapters of the modules that `match` names, and return their folder and that of the merged model."""
     alone, merged = folder / "alone", folder / "merged"
     source = jsonl(folder / "text.jsonl", texts(30, 0))
-    assert prepare([str(folder / "data"), f"tokenizer={moe}", f"sources=['{source}']"]) == 0
+    assert prepare([str(folder / "data"), f"tokenizer={moe}", f"sources=[{source}]"]) == 0
     words = [f"output={folder / 'run'}", f"export={merged}", f"data.train=[{folder / 'data'}]", f"model.source={moe}"]
     words += ["lora.rank=4", f"lora.match={match}", f"lora.export={alone}"]
     train(read_config("", [*words, *STEPS]))

@@ -170,8 +170,8 @@ def test_adapters_of_attention_load_in_vllm_and_others_are_refused(place: Path, 
     engine, base = engines.need("vLLM"), question(place, "upcycled of nemotron", False)
     asked, folders = [], []
     for match in ("[attention]", "[attention,experts,router]"):
-        (tmp_path / match).mkdir()
-        folders.append(adapt(Path(base["folder"]), tmp_path / match, match))
+        (folder := tmp_path / str(len(folders))).mkdir()
+        folders.append(adapt(Path(base["folder"]), folder, match))
         asked.append(base | {"adapters": str(folders[-1][0])})
     got, refused = engines.ask(engine, asked, place)
     want = engines.transformers(base | {"folder": str(folders[0][1])})
