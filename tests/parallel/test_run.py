@@ -234,6 +234,7 @@ MORE_ALIKE = [*ALIKE, "mesh.tp=2"]
 RESUMES = {
     "the same mapping": (2, ALIKE, 2, ALIKE),
     "the same mapping of four": (4, MORE_ALIKE, 4, MORE_ALIKE),
+    "experts of four sharded otherwise": (4, ["micro_batch=1", "mesh.ep=4"], 4, ["micro_batch=1", "mesh.ep=2"]),
     "experts sharded otherwise": (2, ["micro_batch=2", "mesh.ep=2"], 2, ["micro_batch=2"]),
     "stages to one rank": (2, ["micro_batch=4", "mesh.pp=2", *MUON], 1, ["micro_batch=4", *MUON]),
     "one rank to heads and neurons": (

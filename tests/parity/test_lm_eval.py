@@ -45,11 +45,11 @@ shared = pytest.mark.skipif(not STORIES.is_dir(), reason="the shared data folder
 # suite -> its keys, and the tasks that are compared; texts and data by name lie beside the models
 SUITES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tiny": ({}, ()),
-    "core": ({"data": str(EVAL), "limit": 2}, ()),
+    "core": ({"data": str(EVAL), "limit": 3}, ()),
     "mmlu": ({"data": str(EVAL), "limit": 1, "fewshot": 0}, ()),
     "mmlu, 5 examples": ({"data": str(EVAL), "limit": 4, "fewshot": 5}, ("mmlu_astronomy", "mmlu_world_religions")),
     "perplexity": ({"texts": ("stories.jsonl",)}, ()),  # one is longer than the context
-    "gsm8k": ({"data": str(EVAL), "limit": 2, "generate": 16}, ()),
+    "gsm8k": ({"data": str(EVAL), "limit": 3, "generate": 16}, ()),
 }
 ANYWHERE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tiny": ({}, ()),

@@ -107,7 +107,7 @@ def test_the_harness_sees_what_it_looks_for(
     planted = Reader(make, lambda folder, path: read(path.read_text() if path.is_file() else "1"), ("a.json",))
     monkeypatch.setitem(READERS, "planted", planted)
     monkeypatch.setattr(fuzz, "SECONDS", 0.2 if read is spin else 30.0)
-    monkeypatch.setattr(fuzz, "WAITING", 0.2 if read is hang else 120.0)
+    monkeypatch.setattr(fuzz, "WAITING", 0.2 if read is hang else 30.0)
     monkeypatch.setattr(fuzz, "MEMORY", 100_000_000)
     report = fuzz.fuzz("planted", 8 if kind in ("hang", "memory") else 60, tmp_path)
     assert any(what.startswith(kind) for what in report.faults), report.faults

@@ -251,7 +251,7 @@ QUICK = ("convert", "prepare", "results", "islands", "compare", "plan")
 def test_crashed_at_any_call_a_command_ends_with_the_same_bytes() -> None:
     """Some of the quick ones; `python -m tests.crashes` makes all, of all commands."""
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.crashes", *QUICK, "--each", "2"],
+        [sys.executable, "-m", "tests.crashes", *QUICK, "--each", "3"],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
