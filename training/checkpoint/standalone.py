@@ -30,7 +30,7 @@ from torch import Tensor
 
 from training.checkpoint import layout
 from training.checkpoint.layout import Origin
-from training.checkpoint.state import JSON, STEP, Checkpoints, check_model, fill_model
+from training.checkpoint.state import JSON, STEP, Checkpoints, check_model, fill_model, found
 from training.checkpoint.storage import Shards, read_whole
 from training.config.checks import COMPUTE
 from training.config.reading import upcycle_config
@@ -88,6 +88,8 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
     # a folder with half of the files would not be known as a run's, so it gets its name with the record in it
     inside = begun(folder) or (final.is_dir() and any(final.iterdir()))
     home = final if inside else folder / f"{FOLDER}.{os.getpid()}-{uuid.uuid4().hex[:8]}.upcycle.tmp"
+    if found(folder / "checkpoints"):
+        (final / RECORD).unlink(missing_ok=True)  # of another model, which the checkpoints outlive
     try:
         fill(home, origin, config)
         if home != final:
@@ -102,7 +104,6 @@ def fill(home: Path, origin: Origin, config: ModelConfig) -> None:
     """Write an Origin's files into a folder, its record last."""
     plan = origin.plan
     make_folder(home)
-    (home / RECORD).unlink(missing_ok=True)  # without the record the rest is ignored
     held = {path.name: path.read_bytes() for path in origin.files}
     held[CONFIG] = json.dumps(dict(origin.config), indent=2).encode() + b"\n"
     for name, data in held.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,6 +13,7 @@ from evaluation.__main__ import main as evaluation
 from tests.unit.training.test_train import WORDS, place
 from training.checkpoint import standalone
 from training.checkpoint.state import found
+from training.run.session import Session
 from upcycle.__main__ import main
 
 __all__ = ["place"]  # a fixture
@@ -39,11 +41,12 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["at first", "when started again"])
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_run_that_was_killed_while_it_kept_its_model_starts_again(
-    at: int, place: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: int, before: bool, place: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before its record is on the disk, nothing of the model has a name that a run's folder would not know."""
+    """A killed start leaves nothing that the next start does not know, nor does a second start that is killed."""
     real, calls = standalone.write_atomic, [0]
 
     def killed(path: Path, data: bytes) -> None:
@@ -53,11 +56,17 @@ def test_a_run_that_was_killed_while_it_kept_its_model_starts_again(
         real(path, data)
 
     words = trains(place, f"output={tmp_path / 'run'}", "lora.rank=2")
+    if before:
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(Session, "learn", Mock(side_effect=Killed))
+            main(words)
+        assert standalone.begun(tmp_path / "run") and not found(tmp_path / "run" / "checkpoints")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(standalone, "write_atomic", killed)
         main(words)
     assert main(words) == 0
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {path.name for path in run.iterdir()}
+    kept = {path.name for path in (tmp_path / "run").iterdir()} - {"metrics.before.jsonl"}
+    assert kept == {path.name for path in run.iterdir()}
 
 
 def test_an_empty_folder_for_the_model_of_a_killed_run_is_taken(place: Path, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """`upcycle quantize` without llm-compressor and llama.cpp: what it refuses, publishes and says. A converter of GGUF is a
-substitute here; tests/engines/test_quantize.py asks the real programs."""
+substitute here; tests/engines/test_quantized.py asks the real programs."""
 
 from __future__ import annotations
 
