@@ -125,7 +125,7 @@ MISTAKES = [
     ('a model and an upcycled one', 'train t.yaml output=new model.upcycle.source=llama', 'leave one out'),
     ('a warm-up longer than the run', 'train t.yaml output=new schedule.warmup=100', 'set a smaller warmup'),
     ("no adapters' names", 'train t.yaml output=new lora.rank=8 lora.match=[q_proj]', 'names are made of layers, attention, q, k, v, o, ffn, gate,'),
-    ('wandb as a switch, which is not installed', 'train t.yaml output=new log.wandb=me', 'pip install wandb, or leave log.wandb out'),
+    ('wandb, which is not installed', 'train t.yaml output=new log.to=wandb', 'pip install "upcycle[logs]", or leave wandb out'),
     ('the Python of YAML', 'train t.yaml output=new checkpoint.asynchronous=yes_please', 'it must be true or false'),
     ('export without a folder', 'export run', "got ['run']"),
     ('export of a model', 'export llama new', 'give the folder that contains checkpoints/'),

@@ -41,7 +41,7 @@ DIFFER = {
     "micro_batch=1": "micro_batch is 2 on rank 0 and 1 on rank 1",
     "mesh.tp=2": "mesh.tp is 1 on rank 0 and 2 on rank 1",
     "output=elsewhere": "output is 'nowhere' on rank 0 and 'elsewhere' on rank 1",
-    "log.wandb=tries": "log.wandb is '' on rank 0 and 'tries' on rank 1",
+    "log.project=tries": "log.project is 'upcycle' on rank 0 and 'tries' on rank 1",
 }
 
 

@@ -17,6 +17,7 @@ from training.experts import AUTO
 from training.islands.config import IslandsConfig
 from training.model.lora import LoraConfig
 from training.model.recompute import MODES
+from training.observe.trackers import JSONL, TRACKERS
 from training.optim.balance import BalanceConfig
 from training.optim.config import OptimConfig
 from training.optim.schedule import ScheduleConfig
@@ -25,6 +26,7 @@ from training.parallel.mesh import MeshConfig
 from upcycle.config.reading import build
 from upcycle.config.values import BATCH, MINUTES, TOKENS, Rule, above_zero, at_least, check_values, one_of, seed
 from upcycle.io.strict import short
+from upcycle.plugin import nearest
 
 T = TypeVar("T")
 STAGED = ("data", "schedule", "optim", "balance", "teacher")  # parts of a config that a stage may change
@@ -46,7 +48,7 @@ OTHER_TOOLS = {  # names of other trainers for keys of TrainConfig
     **dict.fromkeys(("save_steps", "save_every"), "checkpoint.every"),
     **dict.fromkeys(("eval_steps", "eval_every"), "valid_every"),
     "logging_steps": "log_every",
-    "report_to": "log.wandb=PROJECT or log.tensorboard=true",
+    "report_to": "log.to, as in log.to=[wandb]",
     **dict.fromkeys(("model_name_or_path", "source"), "model.source or model.upcycle.source"),
     **dict.fromkeys(("dataset", "train"), "data.train"),
     **{name: f"model.upcycle.{name}" for name in ("experts", "granularity", "top_k", "target", "method", "router")},
@@ -98,10 +100,21 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Where metrics go, in addition to metrics.jsonl."""
+    """Say where metrics go, and under which names."""
 
-    tensorboard: bool = False  # write TensorBoard events to the run's folder
-    wandb: str = ""  # the wandb project to log to; "": none
+    ELSEWHERE: ClassVar = {"tensorboard": "log.to=[tensorboard]", "wandb": "log.to=[wandb] log.project=PROJECT"}
+
+    # where metrics go: tensorboard | wandb | mlflow | trackio; jsonl is metrics.jsonl, which is always written
+    to: tuple[str, ...] = (JSONL,)
+    project: str = "upcycle"  # the trackers' name for a group of runs
+    name: str = ""  # the trackers' name for the run; "": its output folder's
+
+    def __post_init__(self) -> None:
+        known = [JSONL, *TRACKERS]
+        for name in self.to:
+            if name not in known:
+                raise ValueError(f"log.to names {name!r}{nearest(name, known)}; it takes {', '.join(known)}")
+        check_values(self, "log.", {"project": Rule(bool, "it must be a name, such as log.project=upcycle")})
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Show a run: a live line, metrics.jsonl, and TensorBoard or wandb if the config asks for them.
+"""Show a run: a live line, metrics.jsonl, and the trackers that the config asks for.
 
     with Metrics(folder, first, steps=config.steps, flops=flops) as metrics:
         for ...:
@@ -25,7 +25,6 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from statistics import median_low
 from typing import IO, Any
@@ -34,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from training.observe import trackers
 from training.observe.flops import throughput
 from upcycle.io import strict
 from upcycle.io.disk import naming, write_all, write_atomic
@@ -62,9 +62,10 @@ class Metrics:
         flops: float = 0.0,
         planned: Callable[[int], int] | None = None,
         gpus: int = 1,
-        tensorboard: bool = False,
-        wandb: str = "",  # name of a project
-        config: Mapping[str, Any] | None = None,  # wandb shows it
+        to: Sequence[str] = (),  # trackers, in addition to metrics.jsonl
+        project: str = "upcycle",  # the trackers' name for a group of runs
+        name: str = "",  # the trackers' name for the run; "": its folder's
+        config: Mapping[str, Any] | None = None,  # by dotted key; trackers show it
         stream: IO[str] | None = None,
     ) -> None:
         self.steps, self.flops, self.gpus = steps, flops, gpus
@@ -76,20 +77,18 @@ class Metrics:
         self.pending: dict[str, list[Value]] = {}
         self.tokens = self.taken = 0  # tokens since the run began; steps since the last line
         self.paces: deque[float] = deque(maxlen=RECENT)
-        self.outlets: list[Any] = []
         if self.quiet:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        kept = cut(folder, resume_step)
+        kept, removed = cut(folder, resume_step)
         counted = next((row for row in reversed(kept) if "tokens" in row), None)
         made = (lambda step: step) if planned is None else planned
         self.tokens_at_resume = None if planned is None else made(resume_step)
         if counted:
             self.tokens_at_resume = round(counted["tokens"] * made(resume_step) / made(counted["step"]))
-        if tensorboard:
-            self.outlets.append(TensorBoard(folder, resume_step))
-        if wandb:
-            self.outlets.append(Wandb(folder, wandb, config or {}))
+        about = {**(config or {}), "git": trackers.commit()}
+        start = trackers.Start(folder, resume_step, project, name or folder.resolve().name, about)
+        self.trackers = trackers.Trackers(to, start, kept, removed)
         self.path = folder / FILE
         self.file = open(self.path, "a")  # noqa: SIM115 - close() closes it
         self.restart()
@@ -127,8 +126,7 @@ class Metrics:
         with naming(self.path):
             line = written({n: v if math.isfinite(v) else None for n, v in row.items()})
             write_all(self.file.fileno(), memoryview(line.encode()))  # a buffer would keep what the disk refused
-        for outlet in self.outlets:
-            outlet.log(step, row)
+        self.trackers.log(row)
         if self.taken:
             self.line.show(describe(row, self.steps))
         if text := validation(row):
@@ -174,8 +172,7 @@ class Metrics:
         self.line.end()
         self.sync()
         self.file.close()
-        for outlet in self.outlets:
-            outlet.close()
+        self.trackers.close()
 
     def __enter__(self) -> Metrics:
         return self
@@ -273,22 +270,22 @@ def intact(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
     return [row for _, row, marked in found if marked or not signed], sorted(bad)
 
 
-def cut(folder: Path, step: int) -> list[dict[str, Any]]:
-    """Remove the lines after `step` from the file, in one move, and return the rows that stay. If the run begins at
-    step 0, or if lines before the last row are damaged, keep the old file under another name."""
+def cut(folder: Path, step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Remove the lines after `step` from the file, in one move, and return (the rows that stay, those removed). If the
+    run begins at step 0, or if lines before the last row are damaged, keep the old file under another name."""
     path = folder / FILE
     if not path.exists():
-        return []
+        return [], []
     if step == 0:
         os.replace(path, folder / BEFORE)
-        return []
+        return [], []
     every, bad = intact(path)
     name_damage(path, bad)
     if bad and bad[0][0] <= len(every):  # not only a torn last line
         shutil.copyfile(path, folder / DAMAGED)
     rows = [row for row in every if row["step"] <= step]
     write_atomic(path, "".join(map(written, rows)).encode())
-    return rows
+    return rows, [row for row in every if row["step"] > step]
 
 
 # ---- the live line
@@ -356,48 +353,3 @@ FORMS: dict[str, Callable[[float], str]] = {
     "grad_norm": lambda v: f"grad {v:.3g}",
     "eta_s": lambda v: f"ETA {duration(v)}",
 }
-
-
-# ---- elsewhere
-
-
-class TensorBoard:
-    def __init__(self, folder: Path, resume_step: int) -> None:
-        try:
-            module = import_module("torch.utils.tensorboard")
-        except ImportError as error:
-            raise ValueError(
-                f"log.tensorboard needs tensorboard, which is not installed ({error}); pip install tensorboard"
-            ) from None
-        self.writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
-
-    def log(self, step: int, row: Mapping[str, Any]) -> None:
-        for name, value in row.items():
-            if name != "step":
-                self.writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class Wandb:
-    """Send rows to wandb. A resumed run continues under the id in its folder; wandb keeps the first values of a
-    step."""
-
-    def __init__(self, folder: Path, project: str, config: Mapping[str, Any]) -> None:
-        try:
-            module = import_module("wandb")
-        except ImportError as error:
-            raise ValueError(f"log.wandb needs wandb, which is not installed ({error}); pip install wandb") from None
-        known = folder / "wandb.id"
-        resumed = known.read_text() if known.exists() else None
-        self.run = module.init(
-            project=project, name=folder.name, id=resumed, resume="allow", dir=str(folder), config=dict(config)
-        )
-        known.write_text(self.run.id)
-
-    def log(self, step: int, row: Mapping[str, Any]) -> None:
-        self.run.log(dict(row), step=step)
-
-    def close(self) -> None:
-        self.run.finish()

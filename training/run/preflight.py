@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -31,6 +30,7 @@ from training.experts import SPECIFICATION, backend
 from training.model.decoder import Decoder
 from training.model.lora import attach, check_match, is_adapter
 from training.model.stock.model import dense_of, model_of
+from training.observe import trackers
 from training.optim.config import settled
 from training.optim.schedule import schedule
 from training.optim.slots import check_groups
@@ -64,11 +64,7 @@ def preflight(config: TrainConfig) -> TrainConfig:
     check_own(Path(config.output))
     for name, folder in (("output", config.output), ("export", config.export), ("lora.export", config.lora.export)):
         check_writable(name, Path(folder))
-    for name, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
-        if wanted and importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"log.{name} needs {name}, which is not installed; pip install {name}, or leave log.{name} out"
-            )
+    trackers.check(config.log.to)
     saved = found(Path(config.output) / CHECKPOINTS)
     step = step_of(saved[0]) if saved else 0
     check_export(config, step)

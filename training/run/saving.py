@@ -75,8 +75,13 @@ def describe(run: Run) -> None:
         disk.make_folder(run.folder)
         if not (found(run.folder / CHECKPOINTS) and standalone.keeps(run.folder, run.config.model)):
             standalone.keep(run.folder, run.origin, run.config.model)
-        settings = json.loads(json.dumps(asdict(run.whole), default=str))
-        disk.write_atomic(run.folder / standalone.RUN, publish.signed(settings))
+        disk.write_atomic(run.folder / standalone.RUN, publish.signed(plain(run.whole)))
+
+
+def plain(config: TrainConfig) -> dict[str, Any]:
+    """Return a config as JSON values."""
+    found: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    return found
 
 
 def worth_saving(run: Run) -> bool:

@@ -16,6 +16,7 @@ import torch
 from training.checkpoint import peft
 from training.checkpoint.export import Weights, export, exported, facts_of
 from training.config.reading import settings
+from training.config.resume import flat
 from training.config.schema import TrainConfig
 from training.config.stages import Stage, stage_of, tokens_by
 from training.data.batch import Batch
@@ -100,7 +101,7 @@ class Session:
             steps=config.steps,
             planned=partial(tokens_by, run.stages),
             gpus=run.mesh.world,
-            config=asdict(config),
+            config=flat(saving.plain(config)),
             **asdict(config.log),
         )
         for part in (self.metrics, self.stop, self.reading):

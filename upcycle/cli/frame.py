@@ -35,8 +35,8 @@ NEEDS = {
 }  # the oldest versions, as in pyproject.toml
 EXTRAS = {  # package -> its extra in pyproject.toml
     "matplotlib": "plots", "datasets": "data", "pyarrow": "data", "lm_eval": "eval", "tensorboard": "logs",
-    "wandb": "logs", "quack": "quack", "cutlass": "quack", "llmcompressor": "quantize",
-    "compressed_tensors": "quantize",
+    "wandb": "logs", "mlflow": "logs", "trackio": "logs", "quack": "quack", "cutlass": "quack",
+    "llmcompressor": "quantize", "compressed_tensors": "quantize",
 }  # fmt: skip
 
 

@@ -296,7 +296,7 @@ def test_differences_of_validation_loss_have_a_band_over_seeds(tmp_path: Path) -
 
 
 def test_every_key_that_differs_is_there_and_the_command_makes_the_run(tmp_path: Path) -> None:
-    groups = arms(tmp_path, optim={"eps": 1e-16, "beta2": 0.9}, log={"wandb": "@on"}, schedule={"peak": 2e-3})
+    groups = arms(tmp_path, optim={"eps": 1e-16, "beta2": 0.9}, log={"project": "@on"}, schedule={"peak": 2e-3})
     upcycle = {"source": "./a b", "experts": 4, "router": {"init": {"std": 1e-16}}, "layers": "all"}
     groups[1] = [
         trained(tmp_path / "moe2" / f"seed-{n}", 15.0, (3.0, 3.0), model={"upcycle": upcycle | {"seed": n}}, seed=n)

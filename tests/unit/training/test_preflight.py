@@ -37,8 +37,17 @@ WRONG = {
     "suite's tokenizer": (["eval.every=1"], "has no tokenizer"),
     "suite on a pipeline": (["eval.every=1", "mesh.pp=2"], "eval.every=1 does not go with mesh.pp=2"),
     "suite's limit": (["eval.limit=-1"], "eval.limit is -1; it must be at least 0"),
-    "tensorboard": (["log.tensorboard=true"], "log.tensorboard needs tensorboard, which is not installed"),
-    "wandb": (["log.wandb=mine"], "log.wandb needs wandb, which is not installed"),
+    "tensorboard": (["log.to=tensorboard"], 'the package tensorboard is not installed; pip install "upcycle[logs]"'),
+    "wandb": (["log.to=[jsonl,wandb]"], 'the package wandb is not installed; pip install "upcycle[logs]"'),
+    "mlflow": (
+        ["log.to=[mlflow]"],
+        'the package mlflow is not installed; pip install "upcycle[logs]", or leave mlflow',
+    ),
+    "trackio": (["log.to=[trackio]"], "log.to names trackio, but the package trackio is not installed; pip install"),
+    "a tracker": (["log.to=[jsonl,tensorbord]"], "log.to names 'tensorbord'; did you mean 'tensorboard'?"),
+    "no project": (["log.project="], "log.project is ''; it must be a name"),
+    "an old tracker": (["log.tensorboard=true"], "unknown key 'log.tensorboard'; write log.to=[tensorboard]"),
+    "an old project": (["log.wandb=mine"], "unknown key 'log.wandb'; write log.to=[wandb] log.project=PROJECT"),
     "export is there": (["export={place}/tokenizer"], "exists already; remove it or choose another folder"),
     "export is the source": (["export={place}/dense"], "is the same as the input {place}/dense"),
     "export is the data": (["export={place}/data"], "is the same as the input {place}/data"),
@@ -143,7 +152,7 @@ def test_it_is_said_before_the_model_is_made(
         raise Reached
 
     monkeypatch.setattr(session, "start", reached)
-    for package in ("tensorboard", "wandb"):
+    for package in ("tensorboard", "wandb", "mlflow", "trackio"):
         monkeypatch.setitem(sys.modules, package, None)
     shutil.copytree(place / "data", tmp_path / "cut")
     tokens = next((tmp_path / "cut").glob("tokens*"))

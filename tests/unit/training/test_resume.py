@@ -33,7 +33,7 @@ def run(place: Path) -> Path:
 
 QUIET = {
     "output", "export", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.asynchronous",
-    "log.tensorboard", "log.wandb", "log_every", "valid_every", "profile", "memory_snapshot", "device", "patience",
+    "log.to", "log.project", "log.name", "log_every", "valid_every", "profile", "memory_snapshot", "device", "patience",
     "data.valid", "resume.allow", "optim.skips", "lora.export", "islands.join", "islands.secret", "islands.certificate",
     "islands.authority", "islands.throttle", "islands.patience", "islands.listen", "islands.count", "islands.most",
     "stages",
