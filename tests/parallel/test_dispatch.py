@@ -344,11 +344,15 @@ def test_nvlink_does_not_leave_its_machine() -> None:
 @pytest.mark.parametrize(
     ("name", "generation", "message"),
     [
-        ("deepep", "", "dispatcher=deepep needs the package deep_ep, which is not installed; use dispatcher=alltoall"),
+        (
+            "deepep",
+            "",
+            "dispatcher=deepep needs the package deep_ep, which is not installed; build it as our Dockerfile does, or use dispatcher=alltoall",
+        ),
         (
             "hybridep",
             "",
-            "dispatcher=hybridep needs the package deep_ep, which is not installed; use dispatcher=alltoall",
+            "dispatcher=hybridep needs the package deep_ep, which is not installed; build it as our Dockerfile does, or use dispatcher=alltoall",
         ),
         (
             "hybridep",

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from training.config.schema import TrainConfig
+from upcycle.cli.frame import install
 
 
 def suite_of(config: TrainConfig) -> Any:
@@ -20,5 +21,5 @@ def suite_of(config: TrainConfig) -> Any:
     except ModuleNotFoundError as error:
         raise ValueError(
             f"eval.every={config.eval.every} needs the package {error.name}, which is not installed; "
-            'pip install -e ".[eval]", or write eval.every=0'
+            f"{install('lm_eval')}, or write eval.every=0"
         ) from None

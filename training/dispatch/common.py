@@ -119,7 +119,7 @@ def missing(dispatcher: str, *classes: str) -> str:
         package = importlib.import_module("deep_ep")
     except ModuleNotFoundError as error:
         name = (error.name or "deep_ep").partition(".")[0]
-        return f"{start} the package {name}, which is not installed; {end}"
+        return f"{start} the package {name}, which is not installed; build it as our Dockerfile does, or {end}"
     except Exception as error:  # deep_ep asserts, compiles and looks for NCCL on import
         reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".;")
         return f"{start} the package deep_ep, which does not import ({reason}); {end}"

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from training.experts import DEFAULT, ExpertWeights, Need
 from training.kernels import swiglu
+from upcycle.cli.frame import install
 
 
 def missing(backend: str, module: str) -> str:
@@ -22,12 +23,13 @@ def missing(backend: str, module: str) -> str:
 
 def absent(asked: str, module: str, instead: str) -> str:
     package = module.partition(".")[0]
+    otherwise = f"{how}, or {instead}" if (how := install(package)) else instead
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == package:
-            return f"{asked} needs the {package} package, which is not installed; {instead}"
-        return f"{asked} needs the package {error.name}, which is not installed; {instead}"
+            return f"{asked} needs the {package} package, which is not installed; {otherwise}"
+        return f"{asked} needs the package {error.name}, which is not installed; {otherwise}"
     except (ImportError, OSError, RuntimeError, TypeError) as error:  # QuACK refuses some folders by a TypeError
         reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".;")
         return f"{asked} needs the {package} package, which does not import ({reason}); {instead}"

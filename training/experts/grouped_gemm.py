@@ -1,7 +1,8 @@
 """The grouped_gemm package: one cuBLAS product an expert, on several streams; the host waits once a layer."""
 
-# Written against fanshiqing/grouped_gemm 1.1.4.post8 (15721c6), the fork Megatron uses, and tgale96/grouped_gemm 0.1.6
-# (ebeae0b), which agree: ops.gmm(a_RK, b_EKN, batch_sizes, trans_b=False); batch_sizes int64 on the CPU, all contiguous
+# Written against tgale96/grouped_gemm 0.1.6 (ebeae0b) and compared with grouped_gemm 0.3.0 and nv-grouped-gemm
+# 1.1.4.post8 (fanshiqing/grouped_gemm, the fork Megatron uses). Each of them installs a module `grouped_gemm`, and they
+# agree: ops.gmm(a_RK, b_EKN, batch_sizes, trans_b=False); batch_sizes int64 on the CPU, not all zero, all contiguous
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from training.observe import metrics
+from upcycle.cli.frame import install
 
 LAYER = re.compile(r"balance/(\d+)/max_over_mean")
 WHOLE = "balance/whole"
@@ -88,7 +89,7 @@ def plot(folders: Sequence[Path], output: Path) -> None:
     try:
         figure_module = import_module("matplotlib.figure")
     except ImportError:
-        raise ValueError("plots need matplotlib, which is not installed; pip install matplotlib") from None
+        raise ValueError(f"plots need matplotlib, which is not installed; {install('matplotlib')}") from None
     panels: list[tuple[str, Callable[[Any], None]]] = [("Training loss", lambda axes: draw_loss(axes, runs))]
     if any(run.keys(VALID) for run in runs):
         panels.append(("Validation loss", lambda axes: draw_validation(axes, runs)))

@@ -34,6 +34,7 @@ NEEDS = {
     "safetensors": "0.6",
 }  # the oldest versions, as in pyproject.toml
 EXTRAS = {  # package -> its extra in pyproject.toml
+    "transformer_engine": "te", "grouped_gemm": "grouped-gemm", "vllm": "serve",
     "matplotlib": "plots", "datasets": "data", "pyarrow": "data", "lm_eval": "eval", "tensorboard": "logs",
     "wandb": "logs", "mlflow": "logs", "trackio": "logs", "quack": "quack", "cutlass": "quack",
     "llmcompressor": "quantize", "compressed_tensors": "quantize",
@@ -119,8 +120,13 @@ def exit_code(work: Callable[[], int], *, resumes: bool = False) -> int:
 
 def missing(package: str) -> str:
     """Return the sentence about a missing package; it names the extra that installs it."""
-    extra = EXTRAS.get(package)
-    return f"the package {package} is not installed" + (f'; pip install "upcycle[{extra}]"' if extra else "")
+    how = install(package)
+    return f"the package {package} is not installed" + (f"; {how}" if how else "")
+
+
+def install(package: str) -> str:
+    """Return the command that installs a package by its extra, or "" if no extra has it."""
+    return f'pip install "upcycle[{EXTRAS[package]}]"' if package in EXTRAS else ""
 
 
 def check_versions() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -105,15 +104,6 @@ def test_a_folder_named_training_hides_nothing(tmp_path: Path) -> None:
     for words in (["train", "no-such"], ["compare", "no", "such"]):
         done = run("upcycle", *words, path=tmp_path)
         assert done.returncode == 2 and "no" in done.stderr and "not ours" not in done.stderr, done.stderr
-
-
-def test_a_missing_package_is_named_with_its_extra() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    distributions = {"lm_eval": "lm-eval", "quack": "quack-kernels", "cutlass": "nvidia-cutlass-dsl"}
-    distributions["compressed_tensors"] = "llmcompressor"  # which brings it
-    for package, extra in frame.EXTRAS.items():
-        assert any(line.startswith(distributions.get(package, package)) for line in extras[extra]), package
-        assert frame.missing(package).endswith(f'pip install "upcycle[{extra}]"')
 
 
 # ---- programs with one line of code
