@@ -13,6 +13,7 @@ or `prompt` and `completion`. The tokenizer's chat template renders them, and th
   upcycle prepare runs/data tokenizer=./llama 'sources=[text/*.jsonl,hf:org/name:config:train#text]'
   upcycle prepare runs/chat tokenizer=./llama-chat sources=[talks.jsonl] kind=chat sequence=4096
   upcycle prepare runs/data prepare.yaml nproc=8
+  upcycle prepare runs/test tokenizer=./llama sources=[held-out.jsonl] unseen=[runs/data] take=2/2
   upcycle prepare runs/stories-data check=true
 
 keys, with defaults and meaning: docs/config.md
@@ -62,9 +63,16 @@ def main(words: Sequence[str]) -> int:
 def said(output: str, meta: Any) -> str:
     """Describe a folder of token shards in one sentence."""
     if "chat" not in meta:
-        return (
+        sizes = (
             f"{output}: {meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes "
             f"of text ({meta['bytes'] / meta['tokens']:.2f} per token)"
+        )
+        if (found := meta.get("overlap")) is None:
+            return sizes
+        return (
+            f"{sizes}; {found['left_out']:,} of {found['documents']:,} documents are left out, because training data "
+            f"holds them too (runs of 13 tokens cover {found['seen']:.2%} of all tokens, {found['seen_after']:.2%} of "
+            "those that stay)"
         )
     dropped, most = meta["silent"] + meta["refused"], meta["chat"]["sequence"]
     return (

@@ -17,16 +17,16 @@ import warnings
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
 from tqdm import tqdm
 
-from training.data import chat, pages
+from training.data import chat, overlap, pages
 from training.data.shards import (
     CHAT,
     KIND,
@@ -38,6 +38,7 @@ from training.data.shards import (
     Flags,
     Ids,
     Row,
+    TokenShards,
     files_of,
     partial_of,
     read_meta,
@@ -80,8 +81,16 @@ class PrepareConfig:
     kind: str = "text"  # text | chat: conversations whose assistant's words are learned (training.md)
     loss: str = "assistant"  # kind=chat: learn the words of assistant | all
     sequence: int = 4096  # kind=chat: longest conversation in tokens; at most training's data.sequence
+    # kind=text, for held-out text: folders of training data; a document that they hold too, in 13 tokens in a row over
+    # more than a fifth of its length, is left out
+    unseen: tuple[str, ...] = ()
+    take: str = ""  # kind=text: 1/2 takes the first of every two documents, 2/2 the second; "": all
 
     def __post_init__(self) -> None:
+        overlap.part_of(self.take)
+        if self.kind == "chat" and (self.unseen or self.take):
+            name = "unseen" if self.unseen else "take"
+            raise ValueError(f"{name} is for kind=text; leave it out, or write kind=text")
         for name, known in (("kind", KINDS), ("loss", chat.LOSSES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {strict.short(getattr(self, name))}; it must be one of {', '.join(known)}")
@@ -112,6 +121,11 @@ class Piece:
     closes: bool
     scored: Flags | None = None  # for conversations
     counts: Mapping[str, int] | None = None  # counts of this conversation and of those left out before it
+
+    @property
+    def number(self) -> int:
+        """Return the number of the document in its source, from 1."""
+        return self.read if self.closes else self.read + 1
 
 
 @dataclass(frozen=True)
@@ -461,6 +475,9 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
     if renderer:
         identity["chat"] = renderer.mark
     identity |= {"sources": [{"name": s.name, "column": s.column, "bytes": s.size, "mark": s.mark} for s in sources]}
+    training = [training_text(folder, encoder) for folder in config.unseen]
+    identity |= {"unseen": [disk.sha256(each.folder / META) for each in training]} if training else {}
+    identity |= {"take": config.take} if config.take else {}
     partial = partial_of(output)
     if output.exists() and not made(output, identity):
         check_apart("output", output, [config.tokenizer, *(s.place for s in sources if s.hub is None)], "-tokens")
@@ -475,10 +492,14 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
                 check_first(partial, output)
             broken = broken_parts(len(sources), partial, worker)
             encodes = ChatEncoder(encoder, renderer) if renderer else encoder
-            write_own_sources(encodes, sources, partial, config.shard_tokens, worker, broken, quiet=quiet)
+            wanted, seen = overlap.Wanted(*overlap.part_of(config.take)), {}
+            if training:
+                found = overlap.overlap(documents_of(encoder, sources, wanted), training)
+                wanted, seen = replace(wanted, left_out=found.left_out), {"overlap": found.counts}
+            write_own_sources(encodes, sources, partial, config.shard_tokens, worker, broken, wanted, quiet=quiet)
             if worker.rank == 0:
                 wait_for_others(len(sources), partial, watch, broken)
-                finish(len(sources), partial, identity)
+                finish(len(sources), partial, identity, seen)
                 publish.rename(partial, output)
                 shutil.rmtree(output / JOB, ignore_errors=True)
     except (OSError, ValueError):
@@ -487,9 +508,30 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
     return output
 
 
+def training_text(folder: str, encoder: Encoder) -> TokenShards:
+    """Open a folder of training data that held-out text is compared with."""
+    shards = TokenShards.open(folder)
+    if shards.tokenizer != encoder.fingerprint:
+        raise ValueError(
+            f"unseen={folder} was prepared with another tokenizer; prepare both with one, because tokens are compared"
+        )
+    return shards
+
+
+def documents_of(
+    encoder: Encoder, sources: Sequence[Source], wanted: overlap.Wanted
+) -> Iterator[tuple[tuple[int, int], Ids]]:
+    """Yield the source, the number and the tokens of each document that is wanted."""
+    with tqdm(unit="B", unit_scale=True, desc="read", delay=2) as bar:
+        for index, source in enumerate(sources):
+            pieces = wanted.pieces(index, encoder.pieces(texts(source, bar.update), 0))
+            for number, parts in groupby(pieces, key=lambda piece: piece.number):
+                yield (index, number), np.concatenate([piece.ids for piece in parts])
+
+
 def made(output: Path, identity: dict[str, Any]) -> bool:
     found = read_json(output / META)
-    return isinstance(found, dict) and {key: found.get(key) for key in identity} == identity
+    return isinstance(found, dict) and all(found.get(key) == identity.get(key) for key in {*identity, "unseen", "take"})
 
 
 def adopt(partial: Path, identity: Mapping[str, Any]) -> None:
@@ -535,6 +577,7 @@ def write_own_sources(
     limit: int,
     worker: Worker,
     broken: Mapping[int, Broken],
+    wanted: overlap.Wanted,
     *,
     quiet: bool,
 ) -> None:
@@ -570,7 +613,7 @@ def write_own_sources(
             if isinstance(encoder, ChatEncoder):
                 pieces = counted(encoder.pieces(talks(source, bar.update), read))
             else:
-                pieces = counted(encoder.pieces(texts(source, bar.update), read))
+                pieces = counted(wanted.pieces(index, encoder.pieces(texts(source, bar.update), read)))
             part, last = len(done), False
             while not last:
                 with failing(failure(partial, index)):
@@ -755,7 +798,7 @@ def wait_for_others(sources: int, partial: Path, watch: Watch, broken: Mapping[i
         time.sleep(POLL)
 
 
-def finish(sources: int, partial: Path, identity: dict[str, Any]) -> None:
+def finish(sources: int, partial: Path, identity: dict[str, Any], seen: Mapping[str, Any]) -> None:
     """Write meta.json, and remove the files of parts without text."""
     shards, totals = [], dict.fromkeys(("tokens", "documents", "bytes"), 0)
     if identity["kind"] == CHAT:
@@ -780,4 +823,4 @@ def finish(sources: int, partial: Path, identity: dict[str, Any]) -> None:
         raise ValueError(f"there is no {what} in {', '.join(s['name'] for s in identity['sources'])}")
     sweep_unfinished(partial, SHARD)  # left by killed processes
     disk.sweep(partial)
-    disk.write_atomic(partial / META, publish.signed({**identity, **totals, "shards": shards}))
+    disk.write_atomic(partial / META, publish.signed({**identity, **totals, **seen, "shards": shards}))

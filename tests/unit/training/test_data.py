@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
+from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -96,8 +97,8 @@ def cached(folder: Path, hub_id: str, patch: pytest.MonkeyPatch, cache: Path) ->
     for number, file in enumerate(sorted(path for path in folder.iterdir() if path.is_file())):
         (home / "blobs" / str(number)).write_bytes(file.read_bytes())
         (home / "snapshots" / "0123abc" / file.name).symlink_to(f"../../blobs/{number}")
-    patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
-    patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    patch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
 def jsonl(path: Path, documents: Sequence[str], key: str = "text") -> Path:
