@@ -12,6 +12,7 @@ import pytest
 from tests.unit.training.test_data import digests, jsonl, make_tokenizer, run, texts, tokenizer
 from training.cli.prepare import main
 from training.data import overlap
+from training.data import prepare as prepare_module
 from training.data.overlap import GRAM, MOST
 from training.data.prepare import PrepareConfig, prepare
 from training.data.shards import Shard, TokenShards, read_meta
@@ -65,13 +66,16 @@ def test_seen_tokens_are_those_that_sets_of_tuples_find(piece: int, monkeypatch:
     assert found.seen_after == sum(seen[n] for n in kept) / sum(lengths[n] for n in kept) > 0
 
 
+@pytest.mark.parametrize("long", [1 << 22, 100], ids=["whole", "in pieces"])
 def test_a_held_out_folder_is_that_of_the_unseen_documents(
-    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    long: int, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prepare_module, "LONG", long)
+    monkeypatch.setattr(prepare_module.text, "PIECE", 60)
     shown, new = texts(30, 1), texts(40, 2)
     run(tmp_path / "train", tokenizer, jsonl(tmp_path / "train.jsonl", shown))
-    long = [text for text in shown if len(text) > 100]
-    mixed = [text for pair in zip(new, long * 9, strict=False) for text in pair]
+    wordy = [text for text in shown if len(text) > 100]
+    mixed = [text for pair in zip(new, wordy * 9, strict=False) for text in pair]
     assert len(mixed) == 80
     held = [jsonl(tmp_path / "a.jsonl", mixed[:50]), jsonl(tmp_path / "b.jsonl", mixed[50:])]
     clean = [jsonl(tmp_path / "c.jsonl", mixed[:50:2]), jsonl(tmp_path / "d.jsonl", mixed[50::2])]
