@@ -13,7 +13,7 @@ or `prompt` and `completion`. The tokenizer's chat template renders them, and th
   upcycle prepare runs/data tokenizer=./llama 'sources=[text/*.jsonl,hf:org/name:config:train#text]'
   upcycle prepare runs/chat tokenizer=./llama-chat sources=[talks.jsonl] kind=chat sequence=4096
   upcycle prepare runs/data prepare.yaml nproc=8
-  upcycle prepare runs/test tokenizer=./llama sources=[held-out.jsonl] unseen=[runs/data] take=2/2
+  upcycle prepare runs/test tokenizer=./llama sources=[other-book.txt] unseen=[runs/data]
   upcycle prepare runs/stories-data check=true
 
 keys, with defaults and meaning: docs/config.md
