@@ -22,11 +22,13 @@ from training.estimating.recommend import RecommendConfig
 from training.estimating.recommend import recommend as recommend_arms
 from training.experts import SPECIFICATION
 from training.model.stock.model import model_of
-from training.parallel.processes import processes
+from training.parallel.processes import processes, rank
 from training.run import loop
 from upcycle.config.reading import config_of
 from upcycle.config.ready import TRAIN
+from upcycle.io import publish
 from upcycle.io.job import Worker, check_apart
+from upcycle.io.remote import holds, is_url
 
 Config = str | PathLike[str] | Mapping[str, Any] | TrainConfig
 
@@ -52,13 +54,17 @@ def prepare(output: str | PathLike[str], config: str | Mapping[str, Any] = "", /
 
 def export(run: str | PathLike[str], output: str | PathLike[str]) -> int:
     """Export a run or one of its checkpoints as a Hugging Face folder; return the checkpoint's step."""
-    source, target = Path(run), Path(output)
+    source = Path(run)
     home, folder = standalone.training_run(source)
     if home is None:
         raise ValueError(f"{source} is not a training run or a checkpoint; give the folder that contains checkpoints/")
-    if target.exists():
-        check_apart("output", target, [home], "-exported")
-    exporting.check_new(target)
+    target = fspath(output)
+    if is_url(target) and holds(target, publish.MANIFEST):
+        raise ValueError(f"{target} exists already; remove it or choose another address")
+    if not is_url(target):
+        if Path(target).exists():
+            check_apart("output", Path(target), [home], "-exported")
+        exporting.check_new(Path(target))
     origin = standalone.kept(home)
     with processes("cpu"):
         with torch.device("meta"):
@@ -66,7 +72,11 @@ def export(run: str | PathLike[str], output: str | PathLike[str]) -> int:
             standalone.attach_adapters(model, home)
         saved = standalone.shards_of(home, folder)
         check_model(model, saved)
-        exporting.export(model, origin, target, saved=saved, facts=exporting.facts_of(home, saved.step))
+        made = exporting.folder_for(target, home, saved.step)
+        if not (is_url(target) and exporting.exported(made)):  # else a killed process has not sent it
+            exporting.export(model, origin, made, saved=saved, facts=exporting.facts_of(home, saved.step))
+    if rank() == 0:
+        exporting.send(made, target)
     return saved.step
 
 

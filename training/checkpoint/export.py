@@ -34,7 +34,7 @@ from training.parallel.collectives import gather, local, together
 from upcycle.arch.targets.upcycled import MODELING
 from upcycle.config.reading import byte_size
 from upcycle.converting import card
-from upcycle.io import disk, publish
+from upcycle.io import disk, publish, remote
 from upcycle.io.checkpoint import INDEX
 from upcycle.io.job import JOB, Worker, check_first, explained, job, read_json
 from upcycle.verifying.inspect import read_manifest
@@ -260,6 +260,21 @@ def exported(folder: Path) -> bool:
         said = f"{folder} was there and has no {publish.MANIFEST}, so nobody knows whether it is this run's model"
         warnings.warn(f"{said}; to export again, remove it or choose another folder", stacklevel=2)
     return folder.exists()
+
+
+# ---- to a store
+
+
+def folder_for(target: str, run: Path, step: int) -> Path:
+    """Return the folder to export to: the target, or for an address a folder in the run's, which `send` takes there."""
+    return run / f"export-{step:08d}" if remote.is_url(target) else Path(target)
+
+
+def send(folder: Path, target: str) -> None:
+    """Send an export to the store of its target, if that is an address, and remove the folder here."""
+    if remote.is_url(target) and folder.is_dir():
+        remote.push_folder(folder, target, publish.MANIFEST)
+        shutil.rmtree(folder)
 
 
 # ---- facts about the training

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from training.checkpoint import layout
 from training.checkpoint.layout import Origin
-from training.checkpoint.state import JSON, STEP, Checkpoints, check_model, fill_model, found
+from training.checkpoint.state import CHECKPOINTS, JSON, STEP, Checkpoints, check_model, fill_model, found
 from training.checkpoint.storage import Shards, read_whole
 from training.config.checks import COMPUTE
 from training.config.reading import upcycle_config
@@ -88,7 +88,7 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
     # a folder with half of the files would not be known as a run's, so it gets its name with the record in it
     inside = begun(folder) or (final.is_dir() and any(final.iterdir()))
     home = final if inside else folder / f"{FOLDER}.{os.getpid()}-{uuid.uuid4().hex[:8]}.upcycle.tmp"
-    if found(folder / "checkpoints"):
+    if found(folder / CHECKPOINTS):
         (final / RECORD).unlink(missing_ok=True)  # of another model, which the checkpoints outlive
     try:
         fill(home, origin, config)
@@ -211,7 +211,7 @@ def training_run(path: Path) -> tuple[Path | None, Path | None]:
     """Return the run's folder, and the step's folder if `path` is one; (None, None) if it is not a training run."""
     step = path if STEP.fullmatch(path.name) and path.is_dir() else None
     run = path.parent.parent if step else path
-    is_run = (run / "checkpoints").is_dir() and settings_file(run).is_file()
+    is_run = (run / CHECKPOINTS).is_dir() and settings_file(run).is_file()
     return (run, step) if is_run else (None, None)
 
 
@@ -261,7 +261,7 @@ def shards_of(run: Path, folder: Path | None) -> Shards:
             return Shards(folder, read_whole(folder))
         except (OSError, ValueError) as error:
             raise ValueError(f"{folder} cannot be used: {error}") from error
-    with Checkpoints(run / "checkpoints", asynchronous=False) as checkpoints:
+    with Checkpoints(run / CHECKPOINTS, asynchronous=False) as checkpoints:
         saved = checkpoints.latest()
     if saved is None:
         raise ValueError(f"{run} has no checkpoint yet; evaluate it after its first one, or its model.source")

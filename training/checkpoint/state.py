@@ -41,6 +41,7 @@ from training.parallel.collectives import box, gather, local, together
 from upcycle.io import strict
 from upcycle.io.disk import sync_folder
 
+CHECKPOINTS = "checkpoints"  # the checkpoints' folder in the run's folder
 BESIDE = {"mean", "has", "unsent"}  # a parameter's state that the update does not need: a mean, an island's values
 JSON = ".json"  # suffix of values that are stored as text
 STEP = re.compile(r"step-(\d{8,})(\.replaced)?", re.ASCII)
@@ -249,6 +250,18 @@ def moments(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
 # ---- the folder
 
 
+class Mirror(Protocol):
+    """A copy of the checkpoints elsewhere (mirror.py)."""
+
+    def want(self, step: Path, /) -> None:
+        """Copy a checkpoint soon, in a thread."""
+        ...
+
+    def reading(self) -> set[Path]:
+        """Return the checkpoints that must stay on disk."""
+        ...
+
+
 class Checkpoints:
     """A run's checkpoints, step-00000123 and so on. All ranks call every method together.
 
@@ -258,6 +271,7 @@ class Checkpoints:
     load and close raise any failure.
     settings: of the run after a step, by dotted key; checkpoints store them, and `load` compares them (resume.py).
     allow: keys that may differ although they are refused otherwise.
+    mirror: gets every checkpoint as soon as it is on disk; only rank 0 has one.
     """
 
     def __init__(
@@ -269,8 +283,9 @@ class Checkpoints:
         asynchronous: bool = True,
         settings: Callable[[int], Mapping[str, Any]] = lambda step: {},
         allow: Sequence[str] = (),
+        mirror: Mirror | None = None,
     ) -> None:
-        self.folder, self.keep, self.keep_every = folder, keep, keep_every
+        self.folder, self.keep, self.keep_every, self.mirror = folder, keep, keep_every, mirror
         self.asynchronous, self.settings, self.allow = asynchronous, settings, allow
         distributed = dist.is_available() and dist.is_initialized()
         # a separate CPU group: the thread's collectives must not meet those of a training step
@@ -354,6 +369,12 @@ class Checkpoints:
                 f"resume with the config that made it, or start in another folder"
             )
 
+    def mirror_again(self) -> None:
+        """Copy the newest checkpoint to the mirror, in case a killed run did not."""
+        newest = next(iter(found(self.folder)), None)
+        if self.mirror is not None and newest is not None:
+            self.mirror.want(newest)
+
     def latest(self) -> Shards | None:
         """Return the newest complete checkpoint after comparing every byte with its sums, or None."""
         self.wait()
@@ -399,7 +420,9 @@ class Checkpoints:
         size, there = sum(gather(sum(piece.bytes for piece in own), self.group)), len(found(self.folder))
         problem = ""
         try:
-            storage.check_free(self.folder, size, max(1, min(self.keep + 1, there + saves) - there))
+            storage.check_free(
+                self.folder, size, max(1, min(self.keep + 1 + (self.mirror is not None), there + saves) - there)
+            )
         except ValueError as error:
             problem = str(error)
         if problem := gather(problem, self.group)[0]:  # the first rank writes the folder
@@ -443,6 +466,8 @@ class Checkpoints:
             os.rename(final, replaced)
         os.rename(partial, final)
         sync_folder(self.folder)
+        if self.mirror is not None:
+            self.mirror.want(final)
         self.prune(final)
 
     def prune(self, newest: Path) -> None:
@@ -451,6 +476,8 @@ class Checkpoints:
         kept = {newest, *[path for path in paths if path != replaced][: self.keep]}
         if self.keep_every:
             kept |= {path for path in paths if step_of(path) % self.keep_every == 0 and path != replaced}
+        if self.mirror is not None:
+            kept |= self.mirror.reading()
         for path in paths:
             if path not in kept:
                 removed = path.with_name(path.name.partition(".")[0] + ".removed")

@@ -4,6 +4,7 @@ usage: upcycle export RUN OUTPUT [nproc=N] [engine=lmdeploy]
 
   upcycle export runs/moe moe-exported          # the newest complete checkpoint
   upcycle export runs/moe/checkpoints/step-00000012 moe-12
+  upcycle export runs/moe s3://bucket/moe       # to an object store
   upcycle export slices slices-lmdeploy engine=lmdeploy
 
 RUN is the folder of a run or of one of its checkpoints. The dense model, the data and a GPU are not needed. One tensor
@@ -26,7 +27,7 @@ from upcycle.cli import frame
 @dataclass(frozen=True)
 class ExportKeys:
     run: str = ""  # the folder of a run or of one of its checkpoints; the first word
-    output: str = ""  # the folder to make; the second word
+    output: str = ""  # the folder or address to make; the second word
     engine: Literal["", "lmdeploy"] = ""  # lmdeploy: write the `upcycled` model in the folder `run` for LMDeploy
 
 
@@ -35,9 +36,12 @@ def main(words: Sequence[str]) -> int:
     from training.api import export
     from training.checkpoint import lmdeploy
     from training.parallel.processes import rank
+    from upcycle.io.remote import is_url
 
     asked = frame.named(ExportKeys, words, "run", "output")
     if asked.engine:
+        if is_url(asked.output):
+            raise ValueError(f"output={asked.output} is an address, but engine=lmdeploy writes to a folder here")
         lmdeploy.export(asked.run, asked.output)
         if rank() == 0:
             print(f"{asked.output}: {asked.run} for LMDeploy")

@@ -9,6 +9,8 @@ from training.experts import DEFAULT, capabilities
 from training.model import transformer_engine
 from training.observe.profiling import steps_to_trace
 from upcycle.config.values import Rule
+from upcycle.io.hub import check_id
+from upcycle.io.remote import is_url
 
 COMPUTE = ("bfloat16", "float32", "float64")
 DTYPE = Rule(lambda value: value in ("", *COMPUTE), f"it must be one of {', '.join(COMPUTE)}, or left out")
@@ -17,6 +19,8 @@ DTYPE = Rule(lambda value: value in ("", *COMPUTE), f"it must be one of {', '.jo
 def check_run(config: Any) -> None:
     """Raise a ValueError for the first rule that a TrainConfig breaks."""
     steps_to_trace(config.profile)
+    if config.push:
+        check_id(config.push)
     capabilities(config.model.expert_backend)  # raises for an unknown name
     transformer_engine.known(config.model.transformer_engine)
     for wrong, sentence in rules(config):
@@ -64,6 +68,19 @@ def rules(c: Any) -> list[tuple[object, str]]:
         (
             c.islands.asked and c.stages,
             "stages do not go with islands.join, whose server knows one run of equal steps; leave them out",
+        ),
+        (
+            c.checkpoint.mirror and (c.islands.local or c.islands.serve),
+            "checkpoint.mirror does not go with islands.local or islands.serve, because each island needs a mirror of "
+            "its own; write it in the commands of islands that join",
+        ),
+        (
+            c.push and not c.export,
+            f"push={c.push} uploads the export, and there is none; write export=FOLDER too",
+        ),
+        (
+            (c.push or is_url(c.export)) and (c.islands.local or c.islands.serve),
+            "islands.local and islands.serve export to a folder here; write export=FOLDER, then upcycle push",
         ),
         (
             c.islands.asked and stream,

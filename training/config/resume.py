@@ -18,7 +18,7 @@ from typing import Any
 from upcycle.plugin import nearest
 
 QUIET = (
-    "output", "export", "checkpoint", "log", "log_every", "valid_every", "eval", "profile", "memory_snapshot",
+    "output", "export", "push", "checkpoint", "log", "log_every", "valid_every", "eval", "profile", "memory_snapshot",
     "device", "mesh", "patience", "resume", "data.valid", "optim.skips", "lora.export",
     "islands.join", "islands.secret", "islands.certificate", "islands.authority", "islands.throttle",
     "islands.patience", "islands.listen", "islands.count", "islands.most",

@@ -25,6 +25,7 @@ from training.optim.teacher import TeacherConfig
 from training.parallel.mesh import MeshConfig
 from upcycle.config.reading import build
 from upcycle.config.values import BATCH, MINUTES, TOKENS, Rule, above_zero, at_least, check_values, one_of, seed
+from upcycle.io.remote import is_url
 from upcycle.io.strict import short
 from upcycle.plugin import nearest
 
@@ -59,7 +60,7 @@ OTHER_TOOLS = {  # names of other trainers for keys of TrainConfig
 class ModelConfig:
     ELSEWHERE: ClassVar = {"experts": "model.expert_backend", "compute": "model.dtype"}
 
-    source: str = ""  # a checkpoint folder or Hub id, dense or MoE; empty with `upcycle`
+    source: str = ""  # a checkpoint folder, address or Hub id, dense or MoE; empty with `upcycle`
     upcycle: Any = ""  # an upcycle config (file, ready name, or keys and values): the MoE is made while it loads
     random: bool = False  # start from random weights in the source's shape
     # the expert kernels: a file of training/experts | auto: the fastest that is installed and computes this model; a
@@ -93,9 +94,14 @@ class CheckpointConfig:
     keep: int = 2  # newest checkpoints to keep
     keep_every: int = 0  # also keep checkpoints whose step is a multiple of this; 0: none
     asynchronous: bool = True  # write checkpoints while the run continues
+    mirror: str = ""  # an address (s3://bucket/run) to copy checkpoints to; a run on an empty disk resumes from there
 
     def __post_init__(self) -> None:
         check_values(self, "checkpoint.", {"every keep_every": at_least(0), "keep": at_least(1)})
+        if self.mirror and not is_url(self.mirror):
+            raise ValueError(
+                f"checkpoint.mirror is {short(self.mirror)}; it must be an address, such as s3://bucket/run"
+            )
 
 
 @dataclass(frozen=True)
@@ -194,7 +200,8 @@ class TrainConfig:
     valid_every: int = 0  # steps between validations; 0: only before the first and after the last
     profile: str = ""  # steps to trace, such as 10-12: trace-10-12.json.gz, for perfetto
     memory_snapshot: bool = False  # record CUDA's allocator in memory.pickle, for pytorch.org/memory_viz
-    export: str = ""  # folder for the final model, in Hugging Face layout
+    export: str = ""  # folder or address for the final model, in Hugging Face layout
+    push: str = ""  # org/name on the Hub, to upload the export to; a new repository is public
     patience: float = 30.0  # minutes that ranks wait for each other before they end and name the missing one
     device: str = ""  # cuda | cpu; "": cuda if there is one
     seed: int = 0  # seed of random weights (model.random)

@@ -66,7 +66,7 @@ MASK64 = (1 << 64) - 1
 @dataclass(frozen=True)
 class TrainSource:
     name: str = ""  # "": the folder's name. It seeds the order, so a source keeps its order in any mixture
-    path: str = ""  # a folder of token shards
+    path: str = ""  # a folder of token shards, or its address
     weight: float = 1.0  # share of the samples, relative to other sources
 
 

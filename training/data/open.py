@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from tqdm import tqdm
 
 from training.data.batch import Samples
 from training.data.mixture import DataConfig, Mixture, Validation, same_tokenizer
-from training.data.shards import TokenShards, check_file, remember, unchecked
+from training.data.shards import TokenShards, check_file, here, remember, unchecked
 from training.data.stream import Stream
 from training.parallel.collectives import gather
 from training.parallel.processes import rank
@@ -23,7 +22,7 @@ LENGTH = 512  # tokens used of each sample, so that many samples count
 def check_tokens(config: DataConfig) -> None:
     """Compare token files that changed since the last check with their sums, because damaged tokens would be learned
     silently. Each rank reads its share; all ranks call this together and raise the first fault."""
-    folders = list(dict.fromkeys(Path(source.path) for source in (*config.train, *config.valid)))
+    folders = list(dict.fromkeys(here(source.path) for source in (*config.train, *config.valid)))
     files = [(path, sha) for folder in folders for path, sha in unchecked(folder).items()]
     fault, ranks = "", len(gather(rank()))
     for path, sha in tqdm(files[rank() :: ranks], "checking tokens", delay=2, disable=rank() > 0):

@@ -31,7 +31,7 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from upcycle.io import publish, strict
+from upcycle.io import publish, remote, strict
 from upcycle.io.disk import write_atomic
 from upcycle.io.job import read_json
 from upcycle.io.strict import Count, Range
@@ -77,7 +77,7 @@ class TokenShards:
     @staticmethod
     def open(folder: str | Path, vocab: int | None = None) -> TokenShards:
         """Map a folder's files and check their sizes; `verify` checks contents. `vocab`: the model's embeddings."""
-        folder = Path(folder)
+        folder = here(folder)
         meta = read_meta(folder)
         shards = tuple(open_shard(folder, row, np.dtype(meta["dtype"]), meta["kind"]) for row in meta["shards"])
         found = TokenShards(folder, shards, *(meta[key] for key in ("vocab", "eos", "start", "tokenizer")))
@@ -151,6 +151,16 @@ def rises(table: Offsets) -> bool:
     """Return whether no entry is below the one before it, reading a piece at a time."""
     pieces = (table[at : at + PIECE] for at in range(0, len(table), PIECE - 1))
     return all(bool((piece[1:] >= piece[:-1]).all()) for piece in pieces)
+
+
+def here(folder: str | Path) -> Path:
+    """Return a folder of token shards, fetched to the cache if it is in an object store."""
+    return remote.fetch(str(folder), META, stated, ()) if remote.is_url(folder) else Path(folder)
+
+
+def stated(folder: Path) -> Mapping[str, remote.File]:
+    """Return the size and sha256 of each file of a part by its name."""
+    return {row["file"]: {"bytes": row["bytes"], "sha256": row["sha256"]} for row in files_of(read_meta(folder))}
 
 
 def read_meta(folder: Path) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from training.checkpoint import layout
 from training.checkpoint.export import export, exported
 from training.checkpoint.layout import Origin
-from training.checkpoint.state import found, remove_waste, step_of
+from training.checkpoint.state import CHECKPOINTS, found, remove_waste, step_of
 from training.config.schema import TrainConfig
 from training.experts import SPECIFICATION
 from training.islands.center import Bounds, Center
@@ -31,7 +31,7 @@ from training.optim.slots import make_slot
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import alone, end_with_parent
 from training.run.parts import divided, observing, source
-from training.run.preflight import CHECKPOINTS, ISLANDS, check_export, check_own, check_writable
+from training.run.preflight import ISLANDS, check_export, check_own, check_writable
 from training.run.stop import Stop
 from upcycle.cli.frame import again
 from upcycle.io import disk
@@ -49,7 +49,7 @@ def serve(
     its leave and its last save comes back for its last answer."""
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for what the server keeps")
-    check_writable("output", Path(config.output))
+    check_writable("output", config.output)
     check_own(Path(config.output))
     folder = Path(config.output) / ISLANDS
     if not folder.exists():  # otherwise the journal says whether the export may be this server's own

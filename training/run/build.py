@@ -20,7 +20,7 @@ from torch import Tensor
 
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
-from training.checkpoint.state import TrainState, found
+from training.checkpoint.state import CHECKPOINTS, TrainState, found
 from training.config.schema import TrainConfig
 from training.config.stages import Stage, stages_of
 from training.data.batch import Samples
@@ -49,7 +49,6 @@ from training.run.parts import (
     under_one_roof,
     with_backend,
 )
-from training.run.preflight import CHECKPOINTS
 from upcycle.arch.spec import DenseSpec, MoESpec
 
 

@@ -31,5 +31,6 @@ def train(config: TrainConfig) -> Path:
                 session.save_if_due()
                 session.validate_if_due()
         session.finish()
+    session.push()
     session.say_if_stopped()
     return session.folder

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training.checkpoint import standalone
+from training.checkpoint import mirror, standalone
 from training.checkpoint.layout import Origin
 from training.checkpoint.peft import ADAPTERS, check_peft
-from training.checkpoint.state import found, step_of
+from training.checkpoint.state import CHECKPOINTS, found, step_of
 from training.config.reading import upcycle_config
 from training.config.schema import ModelConfig, TrainConfig, of_stage
 from training.config.stages import Stage, stages_of
@@ -43,13 +43,13 @@ from training.run.parts import origin_of, say, taught_by, whole_on_meta, with_ba
 from upcycle.arch.siblings import text_of
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.schema import UpcycleConfig
-from upcycle.io import disk
+from upcycle.io import disk, publish
 from upcycle.io.job import check_apart, check_ours
+from upcycle.io.remote import Store, holds, is_url
 
-CHECKPOINTS = "checkpoints"  # folder in the run's folder
 ISLANDS = "islands"  # folder in a server's folder
 # files of a run that ended before it wrote anything else
-LEFT = re.compile(r"\.lock|secret|memory\.pickle|collectives-rank-\d+\.json|.+\.upcycle\.tmp", re.DOTALL)
+LEFT = re.compile(r"(\.mirror)?\.lock|secret|memory\.pickle|collectives-rank-\d+\.json|.+\.upcycle\.tmp", re.DOTALL)
 
 
 def preflight(config: TrainConfig) -> TrainConfig:
@@ -63,8 +63,9 @@ def preflight(config: TrainConfig) -> TrainConfig:
     capabilities(config.mesh.dispatcher).check_nodes(config.mesh.ep, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     check_own(Path(config.output))
     for name, folder in (("output", config.output), ("export", config.export), ("lora.export", config.lora.export)):
-        check_writable(name, Path(folder))
+        check_writable(name, folder)
     trackers.check(config.log.to)
+    mirror.restore(config.checkpoint, Path(config.output))
     saved = found(Path(config.output) / CHECKPOINTS)
     step = step_of(saved[0]) if saved else 0
     check_export(config, step)
@@ -161,6 +162,10 @@ def check_export(config: TrainConfig, step: int) -> None:
     model, adapters = ("export", config.export, standalone.CONFIG), ("lora.export", config.lora.export, ADAPTERS)
     for name, word, file in (model, adapters):
         folder = Path(word)
+        if is_url(word):
+            if step < config.steps and holds(word, publish.MANIFEST):
+                raise ValueError(f"{name}={word} exists already; remove it or choose another address")
+            continue
         if word and folder.exists() and (step < config.steps or not (folder / file).is_file()):
             check_apart(name, folder, folders_read(config), "-trained")
             raise ValueError(f"{name}={folder} exists already; remove it or choose another folder")
@@ -196,8 +201,16 @@ def hardly_begun(path: Path) -> bool:
     return all(disk.TEMPORARY.fullmatch(name) for name in names)
 
 
-def check_writable(name: str, folder: Path) -> None:
-    """Raise a ValueError if a folder cannot be made."""
+def check_writable(name: str, word: str) -> None:
+    """Raise a ValueError if a folder cannot be made, here or in a store."""
+    if is_url(word):
+        if name != "export":
+            more = f" and checkpoint.mirror={word}" if name == "output" else ""
+            raise ValueError(f"{name}={word} is an address, but must be a folder here; write {name}=FOLDER{more}")
+        if rank() == 0:
+            Store(word).check_writable()
+        return
+    folder = Path(word)
     there = next(path for path in (folder, *folder.parents, Path(".")) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         what = "may not be written to" if there.is_dir() else "is a file"

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from training.checkpoint import standalone
-from training.checkpoint.state import Checkpoints, found, step_of
+from training.checkpoint.state import CHECKPOINTS, Checkpoints, Mirror, found, step_of
 from training.checkpoint.storage import Shards, read_manifest
 from training.config.resume import compared
 from training.config.schema import TrainConfig
@@ -18,7 +18,6 @@ from training.model.decoder import Decoder
 from training.parallel.shard import trouble
 from training.run.build import Run
 from training.run.parts import whole_on_meta
-from training.run.preflight import CHECKPOINTS
 from training.run.stop import anywhere
 from upcycle.io import disk, publish
 
@@ -28,7 +27,7 @@ def due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def checkpoints_of(run: Run) -> Checkpoints:
+def checkpoints_of(run: Run, mirror: Mirror | None) -> Checkpoints:
     """Return the run's checkpoints."""
     keep = run.config.checkpoint
     return Checkpoints(
@@ -38,6 +37,7 @@ def checkpoints_of(run: Run) -> Checkpoints:
         asynchronous=keep.asynchronous,
         settings=partial(settings_at, run.whole),
         allow=run.config.resume.allow,
+        mirror=mirror,
     )
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from training.checkpoint import peft
-from training.checkpoint.export import Weights, export, exported, facts_of
+from training.checkpoint.export import Weights, export, exported, facts_of, folder_for, send
+from training.checkpoint.mirror import Mirror, mirrored
 from training.config.reading import settings
 from training.config.resume import flat
 from training.config.schema import TrainConfig
@@ -26,14 +27,19 @@ from training.observe.metrics import Metrics, Value
 from training.observe.profiling import Trace, memory_snapshot, steps_to_trace
 from training.optim.schedule import schedule
 from training.optim.teacher import weights
+from training.parallel.collectives import broadcast
 from training.parallel.processes import alone, processes
 from training.parallel.watch import Watch, guarded
 from training.run import measures, saving, stages, step
 from training.run.build import Run, begin, loader_of, start
+from training.run.parts import say
 from training.run.preflight import check_export
 from training.run.record import Recorded, Step, stepping
 from training.run.saving import due
 from training.run.stop import Stop, Stopped, anywhere
+from upcycle.io import hub, publish
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.remote import holds, is_url
 
 
 @contextmanager
@@ -43,6 +49,7 @@ def opened(config: TrainConfig) -> Iterator[Session]:
     random.seed(config.seed)
     patience = timedelta(minutes=config.patience)
     with (
+        mirrored(config.checkpoint, Path(config.output)) as mirror,  # the first, because others need not wait for it
         processes(config.device, patience, settings(config)) as device,
         guarded(patience, folder=Path(config.output)) as watch,
         alone(Path(config.output)),
@@ -50,7 +57,7 @@ def opened(config: TrainConfig) -> Iterator[Session]:
         ExitStack() as stack,
     ):
         run.phases.tell = watch.enter
-        yield Session(run, watch, stack)
+        yield Session(run, watch, stack, mirror)
 
 
 class Session:
@@ -61,14 +68,14 @@ class Session:
     lr: float  # learning rate of the last step
     make_step: Step | None = None  # of the current stage
 
-    def __init__(self, run: Run, watch: Watch, stack: ExitStack) -> None:
+    def __init__(self, run: Run, watch: Watch, stack: ExitStack, mirror: Mirror | None) -> None:
         self.run, self.watch, self.stack, self.reading = run, watch, stack, ExitStack()
         self.config, self.folder, self.state = run.whole, run.folder, run.state
         self.stop, self.stopped, self.again = Stop(), False, False
         self.island = Island(run) if self.config.islands.asked else None
         if self.island is not None:
             self.state.parts["island"] = self.island
-        self.checkpoints = stack.enter_context(saving.checkpoints_of(run))
+        self.checkpoints = stack.enter_context(saving.checkpoints_of(run, mirror))
         self.trace = stack.enter_context(Trace(run.folder, steps_to_trace(self.config.profile if run.leads else "")))
         if self.config.memory_snapshot and run.leads:
             stack.enter_context(memory_snapshot(run.folder / "memory.pickle"))
@@ -83,7 +90,10 @@ class Session:
             self.checkpoints.check_room(self.state, saving.saves_left(run, self.first))
         if not self.first:
             begin(run)
-        self.exported = bool(config.export) and exported(Path(config.export))
+        self.model = folder_for(config.export, self.folder, config.steps)
+        self.exported = bool(config.export) and exported(self.model)
+        if is_url(config.export):
+            self.exported |= broadcast(run.leads and holds(config.export, publish.MANIFEST))
         self.adapted = bool(config.lora.export) and exported(Path(config.lora.export))
         check_export(config, self.first)  # again: a damaged checkpoint may have been skipped
         if self.island is not None and (self.first < config.steps or self.island.pending is not None):
@@ -94,6 +104,7 @@ class Session:
         order = self.island.order if self.island else lambda data: data
         self.samples = stages.enter(run, stage_of(run.stages, self.first), order)
         saving.describe(run)
+        self.checkpoints.mirror_again()
         self.flops = [stages.flops_a_token(stage.config, run.origin.spec) for stage in run.stages]
         self.metrics = Metrics(
             run.folder,
@@ -242,10 +253,19 @@ class Session:
             self.watch.enter("export")
             model, newest = saving.whole_of(run)
             with run.optimizer.viewed() if newest is None else nullcontext():  # the checkpoint says it itself
-                export(model, run.origin, config.export, saved=newest, facts=facts)
+                export(model, run.origin, self.model, saved=newest, facts=facts)
         if config.lora.export and not self.adapted:
             self.watch.enter("export")
             peft.write(Weights(*saving.whole_of(run)), run.origin, config.lora, facts)
+
+    def push(self) -> None:
+        """Upload the export to the Hub and to its store. Rank 0 does it alone, after the others have ended."""
+        if self.stopped or not self.run.leads:
+            return
+        if self.config.push:
+            there = self.model if self.model.is_dir() else Checkpoint.open(self.config.export).folder
+            say(f"uploaded to {hub.push(there, self.config.push)}")
+        send(self.model, self.config.export)
 
     def say_if_stopped(self) -> None:
         """Raise Stopped if the run is not at its end."""

@@ -37,7 +37,8 @@ EXTRAS = {  # package -> its extra in pyproject.toml
     "transformer_engine": "te", "grouped_gemm": "grouped-gemm", "vllm": "serve",
     "matplotlib": "plots", "datasets": "data", "pyarrow": "data", "lm_eval": "eval", "tensorboard": "logs",
     "wandb": "logs", "mlflow": "logs", "trackio": "logs", "quack": "quack", "cutlass": "quack",
-    "llmcompressor": "quantize", "compressed_tensors": "quantize",
+    "llmcompressor": "quantize", "compressed_tensors": "quantize", "s3fs": "storage",
+    "gcsfs": "storage",
 }  # fmt: skip
 
 

@@ -24,7 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from upcycle.io.strict import fill, open_regular, parse_object, read_exactly, read_small, short
+from upcycle.io import publish, remote
+from upcycle.io.dtypes import DTYPES
+from upcycle.io.strict import fill, first_line, open_regular, parse_object, read_exactly, read_small, short
 
 INDEX = "model.safetensors.index.json"
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)  # (name, revision)
@@ -36,16 +38,6 @@ MAX_DIMS = 64
 BLOCK = 1 << 20  # bytes read at a time, so that they are checked while still in the processor's cache
 SAMPLE = 4096  # bytes of a sample for the fingerprint
 
-# The header's name -> torch's name, bits. torch has no types below a byte; those tensors can be listed, not read.
-DTYPES = {
-    "F64": ("float64", 64), "F32": ("float32", 32), "F16": ("float16", 16), "BF16": ("bfloat16", 16),
-    "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16), "I8": ("int8", 8),
-    "U64": ("uint64", 64), "U32": ("uint32", 32), "U16": ("uint16", 16), "U8": ("uint8", 8),
-    "BOOL": ("bool", 8), "C64": ("complex64", 64),
-    "F8_E4M3": ("float8_e4m3fn", 8), "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8),
-    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
-    "F6_E2M3": ("F6_E2M3", 6), "F6_E3M2": ("F6_E3M2", 6), "F4": ("F4", 4),
-}  # fmt: skip
 FIELDS = {"dtype", "shape", "data_offsets"}
 
 # (bytes of an element, the bits of +infinity). As integers, all positive non-finite numbers are at or above these bits.
@@ -62,6 +54,7 @@ COPIED = (  # names or patterns of files that are published with a model
     "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json",
 )  # fmt: skip
+TEXTS = (*COPIED, "config.json")
 MAX_COPIED = 100_000_000  # bytes of one of these files; the largest tokenizer.json we know has 35 MB
 # license files, which are copied together with the weights
 TERMS = (
@@ -117,7 +110,9 @@ class Checkpoint:
 
     @staticmethod
     def open(source: str | Path) -> Checkpoint:
-        """Open a folder, or download a hub id (org/name or org/name@revision) and open its folder."""
+        """Open a folder, or download a hub id (org/name or org/name@revision) or an address, and open its folder."""
+        if remote.is_url(source):
+            return Checkpoint(remote.fetch(str(source), publish.MANIFEST, stated, tuple(DOWNLOADED)))
         if source != "" and Path(source).is_dir():  # Path("") is the current folder, which users do not mean
             return Checkpoint(Path(source))
         hub_id = hub_match(source)
@@ -237,16 +232,29 @@ def downloaded(hub_id: re.Match[str], patterns: Sequence[str]) -> Path:
 
 def tokenizer_folder(source: str) -> Path:
     """Return the folder of a tokenizer; for a hub id, download only tokenizer files and config.json."""
+    if remote.is_url(source):
+        return remote.fetch(source, publish.MANIFEST, stated_texts, TEXTS)
     hub_id = hub_match(source)
-    return downloaded(hub_id, (*COPIED, "config.json")) if hub_id else Path(source)
+    return downloaded(hub_id, TEXTS) if hub_id else Path(source)
+
+
+def stated(folder: Path) -> Mapping[str, remote.File]:
+    """Return the files of a folder's upcycle.json, with their sums."""
+    path = folder / publish.MANIFEST
+    advice = "send the folder again"
+    files = publish.unsigned(parse_object(read_small(path), path), path, advice).get("files")
+    if not isinstance(files, dict):
+        raise ValueError(f"{path} lists no files; {advice}")
+    return files
+
+
+def stated_texts(folder: Path) -> Mapping[str, remote.File]:
+    """Return those of `stated` that a tokenizer consists of."""
+    return {name: file for name, file in stated(folder).items() if any(fnmatchcase(name, each) for each in TEXTS)}
 
 
 def not_had(source: str | Path, error: Exception) -> ValueError:
     return ValueError(f"{source} is not a local folder and cannot be downloaded from the Hub: {first_line(error)}")
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def pinned(source: str | Path, folder: Path) -> str:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upcycle.io.checkpoint import DTYPES
+from upcycle.io.dtypes import DTYPES
 from upcycle.io.strict import naming as naming
 
 BUFFER = 8 << 20  # bytes of each of two buffers: one is filled while the other is written

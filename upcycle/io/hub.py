@@ -23,13 +23,12 @@ from upcycle.io.checkpoint import (
     TERMS,
     Checkpoint,
     check_entry,
-    first_line,
     hub_match,
     not_had,
     public_name,
 )  # fmt: skip
 from upcycle.io.publish import MANIFEST, MEASURED, damages, signed
-from upcycle.io.strict import parse_object, read_object, read_small, short
+from upcycle.io.strict import first_line, parse_object, read_object, read_small, short
 
 
 class Headers(Checkpoint):

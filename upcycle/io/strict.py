@@ -404,3 +404,8 @@ def short(value: Any) -> str:
     brief = reprlib.Repr()
     brief.maxstring = 160
     return brief.repr(value)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its type if it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -43,8 +43,10 @@ def trained(words: list[str], said: str) -> None:
     sys.exit(main(words))
 
 
-def started(place: Path, folder: Path) -> BaseProcess:
-    process = forked().Process(target=trained, args=(command(place, folder), str(folder.with_suffix(".said"))))
+def started(place: Path, folder: Path, *words: str) -> BaseProcess:
+    process = forked().Process(
+        target=trained, args=([*command(place, folder), *words], str(folder.with_suffix(".said")))
+    )
     process.start()
     return process
 
