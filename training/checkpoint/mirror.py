@@ -26,7 +26,7 @@ from typing import TypedDict
 from training.checkpoint import standalone, storage
 from training.checkpoint.state import CHECKPOINTS, found, step_of
 from training.config.schema import CheckpointConfig
-from training.observe import metrics
+from training.observe import metrics, trackers
 from training.parallel.processes import rank
 from upcycle.io import disk, publish, remote, strict
 from upcycle.io.remote import Damaged, Store
@@ -34,7 +34,7 @@ from upcycle.io.remote import Damaged, Store
 LIST = "mirror.json"
 LOCK = ".mirror.lock"  # in the run's folder, while a process brings a checkpoint back
 SCRATCH = "mirror.upcycle.tmp"  # in the run's folder: what has been fetched so far
-OTHERS = (standalone.RUN, metrics.FILE, "*.id", f"{standalone.FOLDER}/*")  # the run's other files
+OTHERS = (standalone.RUN, metrics.FILE, trackers.STATE, f"{standalone.FOLDER}/*")  # the run's other files
 STEPS = re.compile(r"step-\d{8,}", re.ASCII)
 
 

@@ -94,7 +94,7 @@ class CheckpointConfig:
     keep: int = 2  # newest checkpoints to keep
     keep_every: int = 0  # also keep checkpoints whose step is a multiple of this; 0: none
     asynchronous: bool = True  # write checkpoints while the run continues
-    mirror: str = ""  # an address (s3://bucket/run) to copy checkpoints to; a run on an empty disk resumes from there
+    mirror: str = ""  # address (s3://bucket/run) of a copy of the checkpoints; a run on an empty disk resumes there
 
     def __post_init__(self) -> None:
         check_values(self, "checkpoint.", {"every keep_every": at_least(0), "keep": at_least(1)})
@@ -191,7 +191,7 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     islands: IslandsConfig = field(default_factory=IslandsConfig)
-    steps: int = 1000  # optimiser steps in total; a resumed run continues to the same number
+    steps: int = 1000  # optimiser steps in total, also of a resumed run
     # stages one after the other, each with steps or tokens and the keys that differ from the run's; []: one stage
     stages: tuple[Any, ...] = ()
     batch: int = 64  # sequences a step
@@ -201,8 +201,8 @@ class TrainConfig:
     profile: str = ""  # steps to trace, such as 10-12: trace-10-12.json.gz, for perfetto
     memory_snapshot: bool = False  # record CUDA's allocator in memory.pickle, for pytorch.org/memory_viz
     export: str = ""  # folder or address for the final model, in Hugging Face layout
-    push: str = ""  # org/name on the Hub, to upload the export to; a new repository is public
-    patience: float = 30.0  # minutes that ranks wait for each other before they end and name the missing one
+    push: str = ""  # org/name on the Hub, for the export; a new repository is public
+    patience: float = 30.0  # minutes that ranks wait for each other before they name the missing one
     device: str = ""  # cuda | cpu; "": cuda if there is one
     seed: int = 0  # seed of random weights (model.random)
 
