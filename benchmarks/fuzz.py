@@ -51,6 +51,7 @@ from evaluation.ask.run import RunConfig
 from evaluation.chat import ChatConfig
 from evaluation.cli.compare import CompareConfig
 from evaluation.cli.report import ReportConfig
+from evaluation.cli.watch import WatchConfig
 from evaluation.facts.suite import WriteConfig
 from evaluation.judge.experts.routing import RoutingConfig
 from evaluation.studies import sample
@@ -175,6 +176,7 @@ COMMANDS = {
     "eval": Command("tiny MOE limit=1 output=out device=cpu", (RunConfig,), ("checkpoint", "suite", "model"), 3),
     "chat": Command("MOE prompt=hello tokens=4 temperature=0 device=cpu", (ChatConfig,), ("model",), 2),
     "compare": Command("RESULTS RESULTS", (CompareConfig,)),
+    "watch": Command("TEXT", (WatchConfig,), ("folder",)),  # it holds no run, so nothing is served
     "routing": Command("MOE TEXT tokens=64 sequence=32", (RoutingConfig,), ("checkpoint",), 2),
     "facts": Command("write output=out people=4 places=0 events=0 tellings=2 asked=2", (WriteConfig,)),
     "report": Command("RUN MOE output=report.html", (ReportConfig,)),

@@ -121,7 +121,17 @@ def rendered(page: Page) -> str:
 
 def drawn(block: Any) -> str:
     """Return one block as HTML."""
-    return shown(str(template().make_module({"page": Page("", "", (), (), ()), "style": ""}).block(block)))  # type: ignore[attr-defined]
+    return macro("block", block)
+
+
+def contents(page: Page) -> str:
+    """Return the page as HTML without head and style, to put into another page."""
+    return macro("content", page)
+
+
+def macro(name: str, value: Any) -> str:
+    module = template().make_module({"page": Page("", "", (), (), ()), "style": ""})
+    return shown(str(getattr(module, name)(value)))
 
 
 def shown(text: str) -> str:

@@ -17,6 +17,7 @@ from evaluation.show.page import Folded, Table, minus
 
 SERIES = 12  # classes of series in page.css: six colours, then the same with other dashes
 BINS = 9  # classes of colour in a heat map
+RATIOS = {0: "≤ ¼", 2: "½", 4: "1", 6: "2", 8: "≥ 4"}  # the meaning of diverging()'s colours
 START = 0.1  # share of a curve's start whose values may be cut off
 POINTS = 400  # points of a curve, as many as a screen shows
 Marks = list[tuple[float, str]]  # places from 0 to 1 along an axis, and their labels
@@ -205,7 +206,7 @@ def sequential(highest: float) -> Callable[[float], int]:
 
 @dataclass(frozen=True)
 class Heat:
-    """Draw one column for each expert, one cell for each number, and a table of the numbers below."""
+    """Draw one column for each expert or other name, one cell for each number, and a table of the numbers below."""
 
     title: str
     unit: str
@@ -214,6 +215,8 @@ class Heat:
     bin_of: Callable[[float], int]
     palette: str
     every: int = 0  # a thin line after this many columns, which belong together
+    x_unit: str = "expert"
+    columns: Sequence[str] = ()  # names; none: experts by number
 
     @property
     def width(self) -> int:
@@ -242,7 +245,11 @@ class Heat:
 
     @property
     def x_marks(self) -> Marks:
-        return [((i + 0.5) / self.width, str(i)) for i in range(0, self.width, -(-self.width // 8))]
+        return [((i + 0.5) / self.width, self.head[i]) for i in range(0, self.width, -(-self.width // 8))]
+
+    @property
+    def head(self) -> Sequence[str]:
+        return self.columns or [str(i) for i in range(self.width)]
 
     @property
     def y_marks(self) -> Marks:
@@ -251,13 +258,13 @@ class Heat:
 
     @property
     def about(self) -> str:
-        return f"{self.title}, {self.unit}: by expert; the numbers are in the table below"
+        return f"{self.title}, {self.unit}: by {self.x_unit}; the numbers are in the table below"
 
     @property
     def values(self) -> Folded:
         lines = zip(self.rows, self.numbers, strict=False)
         cells = [(name, *("" if v is None else f"{v:.3g}" for v in line)) for name, line in lines]
-        return Folded("values", [Table(("", *map(str, range(self.width))), cells)])
+        return Folded("values", [Table(("", *self.head), cells)])
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,25 @@ from evaluation.show.page import (
     better,
     tone,
 )  # fmt: skip
-from evaluation.show.pictures import Curve, Forest, ForestRow, Heat, Mark, Scale, curves, diverging, sequential, short
+from evaluation.show.pictures import (
+    RATIOS,
+    Curve,
+    Forest,
+    ForestRow,
+    Heat,
+    Mark,
+    Scale,
+    curves,
+    diverging,
+    sequential,
+    short,
+)  # fmt: skip
 from evaluation.show.sentences import HEADLINES, equal, opening, verdicts
 from evaluation.show.trained import cost_section, experts_section, loss_section
 from training.observe import plots
 
 EXAMPLES = 12  # flipped items shown
 SHOWN_PAIRS = 3  # layers whose expert pairs are drawn
-RATIOS = {0: "≤ ¼", 2: "½", 4: "1", 6: "2", 8: "≥ 4"}  # the meaning of diverging()'s colours
 
 
 def page(facts: Facts) -> Page:

@@ -39,6 +39,7 @@ READ = (
     "meta-llama/", "hf:", "mmlu", "benchmarks.evaluation ./moe", "bench-qwen3", "benchmarks.kernels", "examples.demo",
     "benchmarks.converting", "upcycle study", " mesh.ep=8", "evaluation lm-eval", "-{0,1,2}", "measure=",
     "islands.serve=", "recommend org/", "xmine.yaml", "islands.join=", "islands.local=", "upcycle quantize",
+    "upcycle watch",
 )  # fmt: skip
 # what the folder has -> what it is made of, in this order
 MADE = {

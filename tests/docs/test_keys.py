@@ -22,6 +22,7 @@ from evaluation.ask.run import RunConfig
 from evaluation.chat import ChatConfig
 from evaluation.cli.compare import CompareConfig
 from evaluation.cli.report import ReportConfig
+from evaluation.cli.watch import WatchConfig
 from evaluation.facts.results import ScoreConfig
 from evaluation.facts.suite import WriteConfig
 from evaluation.judge.experts.routing import RoutingConfig
@@ -74,6 +75,7 @@ TABLES: list[tuple[str, str, type[Any]]] = [
     ("upcycle compare", "", CompareConfig),
     ("upcycle facts write", "", WriteConfig),
     ("upcycle facts score", "", ScoreConfig),
+    ("upcycle watch", "", WatchConfig),
     ("upcycle routing", "", RoutingConfig),
     ("upcycle report", "", ReportConfig),
     ("upcycle study", "An arm has the keys of training.", StudyConfig),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -82,13 +83,33 @@ assert not {"torch", "upcycle.serving.vllm"} & set(sys.modules)
     assert "class UpcycledForCausalLM(" in (tmp_path / "upcycle" / "serving" / "vllm.py").read_text()
 
 
-def test_it_plans_converts_trains_and_asks_in_a_bare_environment(wheel: Path, tmp_path: Path) -> None:
-    """Installed as pip would, by unpacking, with this environment's packages behind it but not what its .pth files add:
-    those are not read of a folder in PYTHONPATH. Folders of the user's own hide nothing."""
-    venv.create(tmp_path / "venv", symlinks=True)
-    python = tmp_path / "venv" / "bin" / "python"
+# this environment's packages, but not what its .pth files add: those are not read of a folder in PYTHONPATH
+ENVIRONMENT = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+
+
+def installed(wheel: Path, folder: Path) -> Path:
+    """Return the Python of a new environment in which the wheel is installed as pip would, by unpacking."""
+    venv.create(folder / "venv", symlinks=True)
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
+        archive.extractall(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
+    return folder / "venv" / "bin" / "python"
+
+
+def test_notebook_1_needs_no_clone(wheel: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cells = json.loads((ROOT / "notebooks" / "01_upcycle_and_look_inside.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    python = installed(wheel, tmp_path)
+    check = "import sys; assert upcycle.__file__.startswith(sys.prefix), upcycle.__file__"
+    command = [python, "-c", f"{code}\n{check}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert "exactly: True" in done.stdout
+
+
+def test_it_plans_converts_trains_and_asks_in_a_bare_environment(wheel: Path, tmp_path: Path) -> None:
+    """Folders of the user's own hide nothing."""
+    python = installed(wheel, tmp_path)
     make_model(tmp_path / "dense", "llama3-8b")
     (tmp_path / "book.txt").write_text("\n".join(texts(60, 0)))
     for name in ("training", "evaluation"):
@@ -96,9 +117,8 @@ def test_it_plans_converts_trains_and_asks_in_a_bare_environment(wheel: Path, tm
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('not ours')")
 
     def upcycle(*words: str, code: int = 0) -> str:
-        environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "OMP_NUM_THREADS": "1"}
         command = [python, "-c", RUN, *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT)
         assert done.returncode == code, (words, done.stdout, done.stderr)
         return done.stdout + done.stderr
 

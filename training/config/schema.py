@@ -110,10 +110,9 @@ class LogConfig:
 
     ELSEWHERE: ClassVar = {"tensorboard": "log.to=[tensorboard]", "wandb": "log.to=[wandb] log.project=PROJECT"}
 
-    # where metrics go: tensorboard | wandb | mlflow | trackio; jsonl is metrics.jsonl, which is always written
-    to: tuple[str, ...] = (JSONL,)
-    project: str = "upcycle"  # the trackers' name for a group of runs
-    name: str = ""  # the trackers' name for the run; "": its output folder's
+    to: tuple[str, ...] = (JSONL,)  # tensorboard | wandb | mlflow | trackio; jsonl: metrics.jsonl, always written
+    project: str = "upcycle"  # the trackers' project
+    name: str = ""  # the run's name in trackers; "": its folder's
 
     def __post_init__(self) -> None:
         known = [JSONL, *TRACKERS]

@@ -222,8 +222,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give the folder of a run, which contains {FILE}")
+    return joined(parse(path))
+
+
+def joined(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row per step, in order."""
     rows: dict[int, dict[str, Any]] = {}
-    for row in parse(path):
+    for row in lines:
         rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]
 

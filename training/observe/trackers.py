@@ -1,7 +1,7 @@
 """Send the rows of metrics.jsonl to trackers: TensorBoard, wandb, MLflow, trackio.
 
-A tracker is a class in TRACKERS with `id` (of its run, to go on under), `log` and `close`. It gets the numbers of each
-row at the row's step; a number that is not finite is left out. A resumed run goes on in the same run of the tracker:
+A tracker is a class in TRACKERS with `id` (of its run, to continue it), `log` and `close`. It gets the numbers of each
+row at the row's step; a number that is not finite is left out. A resumed run continues the same run of the tracker:
 TensorBoard removes the steps that are done again, and the others keep the first values of a step (trackers.json in the
 run's folder says how far they are). A tracker that is new to the run gets the rows so far.
 """
@@ -38,14 +38,14 @@ class State(TypedDict):
 
 @dataclass(frozen=True)
 class Start:
-    """Say which run of a tracker to begin, or to go on with."""
+    """Say which run of a tracker to begin, or to continue."""
 
     folder: Path
-    step: int  # the run goes on after this step
+    step: int  # the run continues after this step
     project: str
     name: str
     config: Mapping[str, Any]  # by dotted key, and the working directory's commit as `git`
-    id: str | None = None  # of the tracker's run to go on with
+    id: str | None = None  # of the tracker's run to continue
 
 
 class Tracker(Protocol):
@@ -90,7 +90,7 @@ class Trackers:
         self.keep()
 
     def keep(self) -> None:
-        """Store what a resumed run needs to go on in the same runs of the trackers."""
+        """Store what a resumed run needs to continue the same runs of the trackers."""
         if self.running or self.path.is_file():
             ids = {name: tracker.id for name, tracker in self.running.items()}
             write_atomic(self.path, json.dumps({"last": self.last, "ids": ids}).encode())
@@ -106,7 +106,7 @@ class Trackers:
             self.running[name].log(row["step"], {key: v for key, v in numbers.items() if math.isfinite(v)})
         except Exception as error:
             del self.running[name]
-            self.keep()  # a resumed run begins anew in this tracker, with all rows
+            self.keep()  # a resumed run begins another run in this tracker, with all rows
             warnings.warn(f"{name} failed and gets no more rows; metrics.jsonl has them ({error})", stacklevel=2)
 
     def close(self) -> None:

@@ -33,6 +33,7 @@ COMMANDS = {  # name -> module with main(words) -> exit code, whose docstring is
     "chat": ("evaluation.cli.chat", "talk to a model"),
     "compare": ("evaluation.cli.compare", "judge whether B is better than A, over seeds"),
     "facts": ("evaluation.cli.facts", "write made-up facts to train on, and score what a model knows"),
+    "watch": ("evaluation.cli.watch", "show runs in a browser while they train"),
     "routing": ("evaluation.cli.routing", "show how experts are used on texts"),
     "report": ("evaluation.cli.report", "make a page or a picture of runs and results"),
     "study": ("evaluation.cli.study", "train and judge arms x seeds"),

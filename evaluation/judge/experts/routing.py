@@ -115,8 +115,9 @@ def measure(config: RoutingConfig) -> dict[str, Any]:
 # ---- a checkpoint and its texts
 
 
-def opened(config: RoutingConfig) -> tuple[Decoder, Origin, Path | None]:
-    """Load the checkpoint; return (the model, its origin, its training run or None)."""
+def opened(config: RoutingConfig, device: str = "") -> tuple[Decoder, Origin, Path | None]:
+    """Load the checkpoint; return (the model, its origin, its training run or None). `device`: "" is a GPU if there is
+    one."""
     run, step = standalone.training_run(Path(config.checkpoint))
     dtype = getattr(torch, config.dtype)
     with load.origin_of(config.checkpoint, run) as origin:
@@ -128,7 +129,7 @@ def opened(config: RoutingConfig) -> tuple[Decoder, Origin, Path | None]:
                 standalone.attach_adapters(model, run)
             else:  # a run's float32 masters stay as they are; each module casts its own weights
                 load.narrow(model, dtype)
-        model = model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
+        model = model.to_empty(device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
         load.fill(model, origin, run, step)
         merge(model)
     return model, origin, run

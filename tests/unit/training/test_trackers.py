@@ -27,7 +27,7 @@ HASH = subprocess.run(
 
 
 def run(folder: Path, first: int, last: int, *to: str, validate: bool = True) -> None:
-    """A run of steps first + 1 ... last, one row for two steps, which validates at each fourth."""
+    """Log a run of steps first + 1 ... last: a row for two steps, and a validation at each fourth."""
     with Metrics(folder, first, stream=io.StringIO(), to=to, project="tries", name="a run", config=CONFIG) as log:
         for step in range(first + 1, last + 1):
             log.step(step, tokens=100, loss=torch.tensor(4 / step), lr=step / 1000)
@@ -127,7 +127,7 @@ HELD: dict[str, Callable[[Path], tuple[Series, str]]] = {
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory in which every tracker stays local."""
+    """Make a working directory in which every tracker stays local."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

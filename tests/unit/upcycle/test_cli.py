@@ -193,6 +193,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_wherever_it_stands(
     monkeypatch.chdir(tmp_path)
     other = {"verify": ("tokns", "tokens"), "push": ("privat", "private"), "bench": ("optimzer", "optimizer")}
     other |= dict.fromkeys(("chat", "recommend"), ("tokns", "tokens"))
+    other |= {"watch": ("prot", "port")}
     wrong, nearest = (other | {"inspect": ("tensor", "tensors")}).get(name, ("outptu", "output"))
     more = ["gpus=1"] if name == "estimate" else []
     for words in ([f"{wrong}=x"], [READY.get(name, "tiny"), f"{wrong}=x"]):
