@@ -108,7 +108,7 @@ def gather(groups: Sequence[str | Sequence[str]], title: str) -> Facts:
     scored: dict[str, list[Score]] = {}
     for group in asked:
         scored.setdefault(group.name, []).extend(over_seeds([scores(folder) for folder in group.folders]))
-    losses, folders = losses_of(trained), {arm: [Path(run.folder) for run in runs] for arm, runs in trained.items()}
+    losses, folders = losses_of(trained), {name: [Path(run.folder) for run in runs] for name, runs in trained.items()}
     drawn, beside = curves_of(trained)
     return Facts(
         title=title,

@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = {  # module -> its distribution, where the names differ or another distribution brings it
     "yaml": "pyyaml", "quack": "quack-kernels", "cutlass": "nvidia-cutlass-dsl", "compressed_tensors": "llmcompressor",
-    "markupsafe": "jinja2",
+    "markupsafe": "jinja2", "mlflow": "mlflow-skinny",
 }  # fmt: skip
 # module -> why no extra has it
 WITHOUT = {
@@ -36,7 +36,7 @@ COMMANDS = {
     "which is not installed: pip install it": "the Python of a task names its packages itself",
 }
 
-LATER = ("training/data/prepare.py", "training/observe/metrics.py", "training/run/preflight.py")
+LATER = ("training/data/prepare.py",)
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
