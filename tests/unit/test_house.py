@@ -61,7 +61,6 @@ def test_depth_counts_blocks_and_not_elif() -> None:
     assert depth(ast.parse(source).body[0]) == 2
 
 
-
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp)
 
 
