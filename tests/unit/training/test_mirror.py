@@ -21,9 +21,10 @@ import fsspec
 import huggingface_hub
 import pytest
 
+from tests.parallel.ranks import as_torchrun
 from tests.unit.training.test_kill import code, files, log, started, step
 from tests.unit.training.test_state import small
-from tests.unit.training.test_train import Stopped, config, place, stops_before
+from tests.unit.training.test_train import WORDS, Stopped, config, place, stops_before
 from training.__main__ import main
 from training.checkpoint import mirror
 from training.checkpoint.mirror import Mirror, complete_steps, restore
@@ -90,6 +91,26 @@ def test_a_run_on_an_empty_disk_resumes_from_the_mirror(place: Path, tmp_path: P
         assert have == want
         assert steps() == [8, 6]  # checkpoint.keep=2
         shutil.rmtree(run)
+
+
+def test_two_ranks_resume_from_the_mirror_on_an_empty_disk(place: Path, tmp_path: Path) -> None:
+    """Both look for it before they know each other; one fetches it, and rank 0 sends the files of both."""
+    words = [
+        f"model.source={place / 'dense'}", f"data.train=[{place / 'data'}]", *WORDS, "balance.bias_rate=0", "steps=4",
+        "checkpoint.every=2", f"checkpoint.mirror=file://{tmp_path}/store",
+    ]  # fmt: skip
+    for name, words_ in (("whole", [*words[:-1]]), ("run", [*words, "checkpoint.keep=3"]), ("run", words)):
+        said = [tmp_path / f"{name}-{rank}" for rank in range(2)]
+        codes = as_torchrun(2, "training.__main__", [f"output={tmp_path / name}", *words_], said)
+        assert codes == [0, 0], "".join(each.read_text() for each in said)
+        if "checkpoint.keep=3" in words_:
+            shutil.rmtree(tmp_path / "run")
+            shutil.rmtree(tmp_path / "store" / "step-00000004")
+    assert "fetching step-00000002" in "".join(each.read_text() for each in said)
+    last = "checkpoints/step-00000004"
+    have, want = files(tmp_path / "run" / last), files(tmp_path / "whole" / last)
+    assert have == want and len([name for name in have if name.startswith("shard-")]) == 2
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["step-00000002", "step-00000004"]
 
 
 SHARD = "shard-00000.safetensors"
@@ -237,10 +258,10 @@ def test_one_upload_at_a_time_and_no_save_waits_for_it(
     saved(tmp_path, to, 1)
     assert started.wait(300)
     saved(tmp_path, to, 2, 3, 4, keep=1)
-    assert not sent
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000001", "step-00000004"}
+    there, before = {path.name for path in (tmp_path / "checkpoints").iterdir()}, list(sent)
     go.set()
     to.close()
+    assert there == {"step-00000001", "step-00000004"} and not before
     assert sent == ["step-00000001", "step-00000004"] and steps() == [4, 1]
 
 
