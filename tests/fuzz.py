@@ -724,6 +724,8 @@ def texts(folder: Path) -> None:
     bomb = zstandard.compress(b" " * (1 << 17) + b"\n" + json.dumps({"text": "x" * (1 << 17)}).encode())
     (folder / "text" / "d.jsonl.zst").write_bytes(bomb)
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), folder / "text" / "e.parquet")
+    with pyarrow.ipc.new_stream(folder / "text" / "f.arrow", pyarrow.schema({"text": pyarrow.string()})) as file:
+        file.write_table(pyarrow.table({"text": documents}))
     test_data.make_tokenizer(folder, bos=False)
 
 
@@ -734,7 +736,7 @@ def read_texts(folder: Path, path: Path) -> None:
 def begun(folder: Path) -> None:
     """A folder of texts whose preparation was killed."""
     texts(folder)
-    for name in ("d.jsonl.zst", "e.parquet"):
+    for name in ("d.jsonl.zst", "e.parquet", "f.arrow"):
         (folder / "text" / name).unlink()
     with mock.patch.object(preparing, "finish", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
         read_texts(folder, folder)

@@ -165,6 +165,7 @@ def understood(command: str) -> str:
     from evaluation.facts.suite import WriteConfig
     from evaluation.studies.plan import read_study
     from examples import demo
+    from training.cli.launch import LaunchKeys
     from training.config.reading import read_config
     from training.data.prepare import PrepareConfig
     from training.estimating.bench import BenchConfig
@@ -201,6 +202,8 @@ def understood(command: str) -> str:
         cli.named(QuantizeKeys, words, "model")
     elif name == "study":
         read_study(file, keys)
+    elif name == "launch":
+        read_config(*cli.file_and_words(read_own(LaunchKeys, words[1:])[1]))
     elif name == "facts":
         verb, *words = words
         cli.named(WriteConfig, words) if verb == "write" else cli.named(ScoreConfig, words, "model")

@@ -31,6 +31,7 @@ from evaluation.studies.plan import StudyConfig
 from evaluation.studies.sample import SampleConfig
 from examples import demo
 from training.cli.export import ExportKeys
+from training.cli.launch import LaunchKeys
 from training.cli.prepare import PrepareKeys
 from training.config.schema import StageConfig, TrainConfig
 from training.data.mixture import TrainSource, ValidSource
@@ -64,6 +65,7 @@ TABLES: list[tuple[str, str, type[Any]]] = [
     ("upcycle train: one of stages", "A stage takes the keys that it leaves out from the run.", StageConfig),
     ("upcycle train: one of data.train", "A folder name alone sets `path`.", TrainSource),
     ("upcycle train: one of data.valid", "A folder name alone sets `path`.", ValidSource),
+    ("upcycle launch", "", LaunchKeys),
     ("upcycle export", "", ExportKeys),
     ("upcycle recommend", "", RecommendConfig),
     ("upcycle estimate", "In addition to the keys of training.", EstimateConfig),

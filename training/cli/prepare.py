@@ -2,9 +2,9 @@
 
 usage: upcycle prepare OUTPUT [CONFIG] [key=value ...] [nproc=N]
 
-A source is a .txt file (one document), .jsonl or .jsonl.zst (a document per line), .parquet (a document per row), a
-folder or pattern of these, or a dataset of the Hub, `hf:org/name[@revision][:config][:split]`. `#column` names the
-column of the text; the default is `text`.
+A source is a .txt file (one document), .jsonl or .jsonl.zst (a document per line), .parquet or .arrow (a document per
+row), a folder or pattern of these, also one of datasets' save_to_disk, or a dataset of the Hub,
+`hf:org/name[@revision][:config][:split]`. `#column` names the column of the text; the default is `text`.
 
 kind=chat reads conversations instead of texts: rows with `messages` ({role, content}), `conversations` ({from, value}),
 or `prompt` and `completion`. The tokenizer's chat template renders them, and the assistant's words are learned.

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from tqdm import tqdm
 
-from training.data import chat, overlap, pages
+from training.data import arrow, chat, overlap, pages
 from training.data.shards import (
     CHAT,
     KIND,
@@ -60,7 +60,8 @@ from upcycle.io.job import (
 )
 from upcycle.text import tokens as text
 
-SUFFIXES = (*text.SUFFIXES, ".parquet")
+TABLES = (".parquet", ".arrow")
+SUFFIXES = (*text.SUFFIXES, *TABLES)
 HUB = "hf:"
 SAMPLE = 1 << 20  # bytes at a file's begin and end that identify it
 BATCH = 1 << 21  # characters tokenised at once, about 100 MB in the tokenizer
@@ -111,6 +112,18 @@ class Source:
         return Path(self.place).name
 
 
+class Place(TypedDict):
+    """A place in a dataset of the Hub."""
+
+    read: strict.Count  # documents before it
+    state: dict[str, Any]  # as `datasets` tells it
+    datasets: str  # the version of `datasets`, whose states may differ
+
+
+def nowhere() -> None:
+    """Return the place in a file: it is read from its begin."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """The tokens of a document or of a part of one."""
@@ -121,6 +134,7 @@ class Piece:
     closes: bool
     scored: Flags | None = None  # for conversations
     counts: Mapping[str, int] | None = None  # counts of this conversation and of those left out before it
+    place: Place | None = None  # at or before the document
 
     @property
     def number(self) -> int:
@@ -140,11 +154,20 @@ class Encoder:
     def dtype(self) -> np.dtype[Any]:
         return np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
 
-    def pieces(self, texts: Iterable[tuple[str, bool]], skip: int) -> Iterator[Piece]:
-        """Tokenise `texts` of (text, whether the document ends here), without the first `skip` documents."""
-        number = 0
+    def pieces(
+        self,
+        texts: Iterable[tuple[str, bool]],
+        skip: int,
+        begin: int = 0,
+        place: Callable[[], Place | None] = nowhere,
+    ) -> Iterator[Piece]:
+        """Tokenise `texts` of (text, whether the document ends here), without the first `skip` documents.
+
+        `begin`: the documents before those of `texts`. `place` says where their source stands.
+        """
+        number = begin
         batch: list[tuple[bytes, bool, int]] = []
-        size = tokens = 0
+        size, tokens, here = 0, 0, place()
         for piece, closes in texts:
             number += closes
             if number - closes < skip:
@@ -153,13 +176,13 @@ class Encoder:
             batch.append((piece.encode("utf-8", "replace"), closes, number))
             size += len(piece)
             if size >= BATCH:
-                for made in self.encode(batch, tokens):
+                for made in self.encode(batch, tokens, here):
                     tokens = 0 if made.closes else tokens + len(made.ids)
                     yield made
-                batch, size = [], 0
-        yield from self.encode(batch, tokens)
+                batch, size, here = [], 0, place()
+        yield from self.encode(batch, tokens, here)
 
-    def encode(self, batch: list[tuple[bytes, bool, int]], tokens: int) -> Iterator[Piece]:
+    def encode(self, batch: list[tuple[bytes, bool, int]], tokens: int, place: Place | None) -> Iterator[Piece]:
         """Encode a batch. `tokens`: tokens of the open document so far. A document without tokens is left out."""
         with text.explained(Path("tokenizer.json")):
             found = self.tokenizer.encode_batch_fast([data.decode() for data, _, _ in batch], add_special_tokens=False)
@@ -169,7 +192,7 @@ class Encoder:
             if closes and tokens:
                 ids.append(self.eos)
             if ids:
-                yield Piece(np.array(ids, self.dtype), len(data), number, closes)
+                yield Piece(np.array(ids, self.dtype), len(data), number, closes, place=place)
             if closes:
                 tokens = 0
 
@@ -181,11 +204,13 @@ class ChatEncoder:
     of: Encoder
     renderer: chat.Renderer
 
-    def pieces(self, talks: Iterable[chat.Talk], skip: int) -> Iterator[Piece]:
+    def pieces(
+        self, talks: Iterable[chat.Talk], skip: int, begin: int = 0, place: Callable[[], Place | None] = nowhere
+    ) -> Iterator[Piece]:
         """Tokenise conversations without the first `skip`. The last piece only counts what was left out."""
         batch: list[tuple[str, list[chat.Span]] | None] = []
-        size, number, counts, warned = 0, skip, nothing_yet(), False
-        for talk in islice(talks, skip, None):
+        size, number, counts, warned, here = 0, skip, nothing_yet(), False, place()
+        for talk in islice(talks, skip - begin, None):
             try:
                 batch.append(self.renderer.spans(talk))
             except chat.Refused as refused:
@@ -195,13 +220,17 @@ class ChatEncoder:
                 batch.append(None)
             size += len(batch[-1][0]) if batch[-1] else 0
             if size >= BATCH or len(batch) >= TALKS:
-                counts = yield from self.encode(batch, number, counts)
-                number, size, batch = number + len(batch), 0, []
-        counts = yield from self.encode(batch, number, counts)
+                counts = yield from self.encode(batch, number, counts, here)
+                number, size, batch, here = number + len(batch), 0, [], place()
+        counts = yield from self.encode(batch, number, counts, here)
         yield Piece(np.empty(0, self.of.dtype), 0, number + len(batch), False, counts=counts)
 
     def encode(
-        self, batch: list[tuple[str, list[chat.Span]] | None], number: int, counts: dict[str, int]
+        self,
+        batch: list[tuple[str, list[chat.Span]] | None],
+        number: int,
+        counts: dict[str, int],
+        place: Place | None,
     ) -> Generator[Piece, None, dict[str, int]]:
         found = iter(self.renderer.tokens([each for each in batch if each]))
         for read, each in enumerate(batch, number + 1):
@@ -216,7 +245,7 @@ class ChatEncoder:
                 )
             counts["scored"] += int(made.scored.sum())
             counts["truncated"] += made.cut
-            yield Piece(made.ids.astype(self.of.dtype), made.bytes, read, True, made.scored, counts)
+            yield Piece(made.ids.astype(self.of.dtype), made.bytes, read, True, made.scored, counts, place)
             counts = nothing_yet()
         return counts
 
@@ -266,7 +295,7 @@ def find(sources: Sequence[str], column: str = "text") -> list[Source]:
 def files(word: str, default: str = "text") -> Iterator[Source]:
     path, _, column = word.rpartition("#") if "#" in word and not Path(word).exists() else (word, "", "")
     if Path(path).is_dir():
-        names = sorted(str(p) for p in Path(path).rglob("*") if p.name.endswith(SUFFIXES))
+        names = in_folder(Path(path))
     else:
         names = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
     if not names:
@@ -286,6 +315,19 @@ def files(word: str, default: str = "text") -> Iterator[Source]:
         yield Source(name, column or default, size, digest.hexdigest())
 
 
+def in_folder(folder: Path) -> list[str]:
+    """List the files of a folder that can be read, without those that `datasets` caches in it."""
+    splits = read_json(folder / "dataset_dict.json")  # as DatasetDict.save_to_disk writes it
+    if isinstance(splits, dict) and isinstance(splits.get("splits"), list):
+        names = ", ".join(f"{folder}/{name}" for name in splits["splits"])
+        raise ValueError(f"{folder} holds the splits of a dataset; name those to read: sources=[{names}]")
+    return sorted(
+        str(path)
+        for path in folder.rglob("*")
+        if path.name.endswith(SUFFIXES) and not (path.name.startswith("cache-") and path.suffix == ".arrow")
+    )
+
+
 def hub(word: str, default: str = "text") -> Source:
     place, _, column = word.removeprefix(HUB).partition("#")
     place, config, split, *more = [*place.split(":"), "", ""]
@@ -302,12 +344,13 @@ def hub(word: str, default: str = "text") -> Source:
     return Source(place, column or default, 0, revision, (revision, config, split or "train"))
 
 
-def texts(source: Source, watch: Callable[[int], object]) -> Iterator[tuple[str, bool]]:
-    """Yield (text, whether the document ends with it)."""
+def texts(source: Source, watch: Callable[[int], object], rows: HubRows | None = None) -> Iterator[tuple[str, bool]]:
+    """Yield (text, whether the document ends with it). `rows`: the rest of a dataset of the Hub."""
     if source.hub is not None:
-        yield from ((found, True) for found in hub_texts(source))
-    elif source.place.endswith(".parquet"):
-        for found in parquet_texts(source, watch):
+        each = rows or HubRows(source)
+        yield from ((found, True) for found in strings(source, (row.get(source.column) for row in each)))
+    elif source.place.endswith(TABLES):
+        for found in table_texts(source, watch):
             yield from pieces_of(found)
     elif source.place.endswith(".txt"):
         yield from whole(text.documents([source.place], watch=watch))
@@ -316,19 +359,23 @@ def texts(source: Source, watch: Callable[[int], object]) -> Iterator[tuple[str,
             yield from pieces_of(found)
 
 
-def talks(source: Source, watch: Callable[[int], object]) -> Iterator[chat.Talk]:
-    rows: Iterator[tuple[str, Any]]
+def talks(source: Source, watch: Callable[[int], object], rows: HubRows | None = None) -> Iterator[chat.Talk]:
+    """Yield the conversations of a source. `rows`: the rest of a dataset of the Hub."""
+    found: Iterator[tuple[str, Any]]
     if source.hub is not None:
-        rows = ((f"row {number} of {HUB}{source.place}", row) for number, row in enumerate(hub_each(source), 1))
-    elif source.place.endswith(".parquet"):
+        rest = rows or HubRows(source)
+        found = ((f"row {number} of {HUB}{source.place}", row) for number, row in enumerate(rest, rest.read + 1))
+    elif source.place.endswith(TABLES):
         columns = [source.column, "tools"] if source.column else chat.COLUMNS
-        each = parquet_rows(source, watch, columns)
-        rows = ((f"row {number} of {source.place}", row) for number, row in enumerate(each, 1))
+        each = table_rows(source, watch, columns)
+        found = ((f"row {number} of {source.place}", row) for number, row in enumerate(each, 1))
     elif source.place.endswith(".txt"):
-        raise ValueError(f"{source.place} is plain text; conversations are read from .jsonl, .parquet or {HUB}...")
+        raise ValueError(
+            f"{source.place} is plain text; conversations are read from .jsonl, {', '.join(TABLES)} or {HUB}..."
+        )
     else:
-        rows = text.objects(Path(source.place), watch)
-    for where, row in rows:
+        found = text.objects(Path(source.place), watch)
+    for where, row in found:
         yield chat.talk(row, source.column, where)
 
 
@@ -353,33 +400,44 @@ def whole(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
         yield rest, True
 
 
-def parquet_texts(source: Source, watch: Callable[[int], object]) -> Iterator[str]:
-    yield from strings(source, (row[source.column] for row in parquet_rows(source, watch, [source.column])))
+def table_texts(source: Source, watch: Callable[[int], object]) -> Iterator[str]:
+    yield from strings(source, (row[source.column] for row in table_rows(source, watch, [source.column])))
 
 
-def parquet_rows(source: Source, watch: Callable[[int], object], columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+def table_rows(source: Source, watch: Callable[[int], object], columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     """Yield each row with the columns that exist. A column that the user named must exist."""
+    kind = Path(source.place).suffix[1:]
     try:
         pyarrow = import_module("pyarrow")
-        parquet = import_module("pyarrow.parquet")
     except ImportError:
-        raise ValueError(f"{source.place} is parquet, which needs pyarrow; pip install pyarrow") from None
+        raise ValueError(f"{source.place} is {kind}, which needs pyarrow; pip install pyarrow") from None
+
+    def choose(names: Sequence[str]) -> list[str]:
+        if source.column and source.column not in names:
+            raise ValueError(
+                f"{source.place} has no column {source.column!r}, only {', '.join(names)}; write FILE#COLUMN"
+            )
+        return [name for name in columns if name in names]
+
+    batches = arrow.batches(source.place, choose, watch) if kind == "arrow" else parquet_batches(source, choose, watch)
     try:
-        with parquet.ParquetFile(source.place) as file:
-            rows, names = max(1, file.metadata.num_rows), file.schema_arrow.names
-            if source.column and source.column not in names:
-                raise ValueError(
-                    f"{source.place} has no column {source.column!r}, only {', '.join(names)}; write FILE#COLUMN"
-                )
-            columns = [name for name in columns if name in names]
-            unpacked = 0
-            for batch in file.iter_batches(rows_at_once(source, file, columns), columns=columns):
-                unpacked += batch.nbytes
-                text.check_unpacked(source.place, source.size, unpacked)
-                yield from (row.as_py() for row in batch.to_struct_array())
-                watch(source.size * len(batch) // rows)
+        for batch in batches:
+            yield from (row.as_py() for row in batch.to_struct_array())
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{source.place} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def parquet_batches(
+    source: Source, choose: Callable[[Sequence[str]], list[str]], watch: Callable[[int], object]
+) -> Iterator[Any]:
+    """Yield the record batches of a file with the columns that `choose` returns for the names of all columns."""
+    with import_module("pyarrow.parquet").ParquetFile(source.place) as file:
+        rows, columns, unpacked = max(1, file.metadata.num_rows), choose(file.schema_arrow.names), 0
+        for batch in file.iter_batches(rows_at_once(source, file, columns), columns=columns):
+            unpacked += batch.nbytes
+            text.check_unpacked(source.place, source.size, unpacked)
+            yield batch
+            watch(source.size * len(batch) // rows)
 
 
 def rows_at_once(source: Source, file: Any, columns: Sequence[str]) -> int:
@@ -404,14 +462,38 @@ def rows_at_once(source: Source, file: Any, columns: Sequence[str]) -> int:
     return max(1, min(1024, text.UNPACKED // most))
 
 
-def hub_texts(source: Source) -> Iterator[str]:
-    for row in hub_each(source):
-        yield from strings(source, [row.get(source.column)])
+class HubRows:
+    """Iterate over the rows of a dataset of the Hub, from a state of an earlier iteration."""
 
+    def __init__(self, source: Source, state: Mapping[str, Any] | None = None, read: int = 0) -> None:
+        self.source, self.read, self.loaded = source, read, state
+        with hub_errors(source):
+            self.rows = hub_rows(source)
+            if state:
+                self.rows.load_state_dict(state)
 
-def hub_each(source: Source) -> Iterator[Any]:
-    with hub_errors(source):
-        yield from hub_rows(source)
+    def __iter__(self) -> Iterator[Any]:
+        with hub_errors(self.source):
+            for row in self.rows:
+                self.loaded = None
+                self.read += 1
+                yield row
+
+    def state(self) -> Any:
+        """Return the state after the last row; before the first one, `datasets` forgets which state it has loaded."""
+        return self.loaded or self.rows.state_dict()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rows.set_epoch(epoch)
+
+    @staticmethod
+    def after(source: Source, place: Place | None) -> HubRows:
+        """Return the rows after a place, or all rows if another version of `datasets` has told it."""
+        known = place if place and place["datasets"] == import_module("datasets").__version__ else None
+        return HubRows(source, known["state"], known["read"]) if known else HubRows(source)
+
+    def place(self) -> Place:
+        return {"read": self.read, "state": self.state(), "datasets": import_module("datasets").__version__}
 
 
 def hub_rows(source: Source) -> Any:
@@ -609,11 +691,8 @@ def write_own_sources(
             if done and done[-1]["last"]:
                 bar.update(source.size)
                 continue
-            read = done[-1]["read"] if done else 0
-            if isinstance(encoder, ChatEncoder):
-                pieces = counted(encoder.pieces(talks(source, bar.update), read))
-            else:
-                pieces = counted(wanted.pieces(index, encoder.pieces(texts(source, bar.update), read)))
+            found = source_pieces(encoder, source, done[-1] if done else {"read": 0}, bar.update)
+            pieces = counted(wanted.pieces(index, found))
             part, last = len(done), False
             while not last:
                 with failing(failure(partial, index)):
@@ -621,6 +700,18 @@ def write_own_sources(
                         partial, index, part, pieces, limit, worker, is_chat=isinstance(encoder, ChatEncoder)
                     )
                 part += 1
+
+
+def source_pieces(
+    encoder: Encoder | ChatEncoder, source: Source, record: Mapping[str, Any], watch: Callable[[int], object]
+) -> Iterator[Piece]:
+    """Tokenise what a source holds after the part with this record."""
+    rows = HubRows.after(source, record.get("place")) if source.hub is not None else None
+    begin, place = (rows.read, rows.place) if rows else (0, nowhere)
+    if isinstance(encoder, ChatEncoder):
+        yield from encoder.pieces(talks(source, watch, rows), record["read"], begin, place)
+    else:
+        yield from encoder.pieces(texts(source, watch, rows), record["read"], begin, place)
 
 
 @contextmanager
@@ -643,7 +734,7 @@ def write_part(
 ) -> tuple[Iterator[Piece], bool]:
     """Write whole documents until there are `limit` tokens. Return the remaining pieces and whether none remain."""
     starts, sizes, tokens, size, read = array("Q", [0]), array("Q", [0]), 0, 0, 0
-    counts = nothing_yet()
+    counts, place = nothing_yet(), None
     with ExitStack() as stack:
 
         def opened(kind: str) -> disk.Stream:
@@ -664,7 +755,7 @@ def write_part(
             if piece.closes:
                 starts.append(tokens)
                 sizes.append(size)
-                read = piece.read
+                read, place = piece.read, piece.place
                 if tokens >= limit:
                     break
     table = io.BytesIO()
@@ -683,6 +774,7 @@ def write_part(
         "counts": {"tokens": tokens, "documents": len(starts) - 1, "bytes": size, **(counts if is_chat else {})},
         "read": read,
         "last": ahead is None,
+        **({"place": place} if place else {}),
     }
     disk.write_atomic(record_file(partial, index, part), json.dumps(record).encode())
     return chain([] if ahead is None else [ahead], pieces), ahead is None
@@ -722,6 +814,7 @@ class Record(Row):
     counts: Counts
     read: strict.Count
     last: bool
+    place: NotRequired[Place]  # of a dataset of the Hub
 
 
 class AllCounts(Counts, ChatCounts):
@@ -732,6 +825,7 @@ class ChatRecord(ChatRow):
     counts: AllCounts
     read: strict.Count
     last: bool
+    place: NotRequired[Place]
 
 
 def read_record(partial: Path, index: int, part: int) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from training.data.batch import Batch, Longs, Row, Span, lay, stack
 from training.data.mixture import DataConfig
-from training.data.prepare import HUB, hub, hub_errors, hub_rows, load_encoder, strings
+from training.data.prepare import HUB, HubRows, hub, load_encoder, strings
 from upcycle.io.checkpoint import tokenizer_folder
 
 PLACES = 64  # remembered positions, more than a loader prefetches
@@ -39,15 +39,13 @@ class Stream:
         self.source = hub(config.stream)
         self.at, self.epoch = 0, 0  # the next sample
         self.ids, self.used = np.empty(0, np.int64), 0  # the current document
-        with hub_errors(self.source):
-            self.rows = hub_rows(self.source)
-            if state:
-                if state["mark"] != self.mark():
-                    raise ValueError(f"{config.stream} or its tokenizer differs from the checkpoint's; use the same")
-                self.at, self.epoch, self.used = state["at"], state["epoch"], state["used"]
-                self.ids = np.array(state["ids"], np.int64)
-                self.rows.set_epoch(self.epoch)
-                self.rows.load_state_dict(state["rows"])
+        if state:
+            if state["mark"] != self.mark():
+                raise ValueError(f"{config.stream} or its tokenizer differs from the checkpoint's; use the same")
+            self.at, self.epoch, self.used = state["at"], state["epoch"], state["used"]
+            self.ids = np.array(state["ids"], np.int64)
+        self.rows = HubRows(self.source, state["rows"] if state else None)
+        self.rows.set_epoch(self.epoch)
         self.documents = self.read()
         self.places: deque[dict[str, Any]] = deque(maxlen=PLACES)
 
@@ -61,7 +59,7 @@ class Stream:
             self.row()
         rest = self.ids[max(0, self.used - 1) :]  # the last used label is the next input
         place = {"at": self.at, "epoch": self.epoch, "ids": rest.tolist(), "used": min(1, self.used)}
-        self.places.append({**place, "rows": self.rows.state_dict(), "mark": self.mark()})
+        self.places.append({**place, "rows": self.rows.state(), "mark": self.mark()})
         return stack([self.row() for _ in range(size)])
 
     def state(self, cursor: int) -> dict[str, Any]:
@@ -91,12 +89,10 @@ class Stream:
         empty = 0  # epochs without a document; one is possible if a run resumes at an epoch's end
         while empty < 2:
             empty += 1
-            with hub_errors(self.source):
-                for row in self.rows:
-                    (text,) = strings(self.source, [row.get(self.source.column)])
-                    for piece in self.encoder.pieces([(text, True)], 0):
-                        empty = 0
-                        yield piece.ids.astype(np.int64)
+            for text in strings(self.source, (row.get(self.source.column) for row in self.rows)):
+                for piece in self.encoder.pieces([(text, True)], 0):
+                    empty = 0
+                    yield piece.ids.astype(np.int64)
             self.epoch += 1
             self.rows.set_epoch(self.epoch)
         raise ValueError(f"there is no text in {self.config.stream}")

@@ -89,7 +89,7 @@ def end_with_torchrun() -> None:
     """Ask Linux to kill this process when its torchrun dies. torchrun normally ends its ranks, but if torchrun itself
     is killed nobody does: each rank has its own session, and a rank that waits for a lost one hears no signal and keeps
     its GPU's memory."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (end := end_with_parent()):
+    if "TORCHELASTIC_RUN_ID" in os.environ and (end := end_with_parent()):
         end()
 
 

@@ -22,6 +22,7 @@ COMMANDS = {  # name -> module with main(words) -> exit code, whose docstring is
     "push": ("upcycle.cli.push", "upload a model's folder to the Hub"),
     "prepare": ("training.cli.prepare", "turn text into token shards"),
     "train": ("training.cli.train", "train, or resume a run"),
+    "launch": ("training.cli.launch", "write the file that runs a training under Slurm, SkyPilot, Kubernetes or Ray"),
     "export": ("training.cli.export", "turn a training checkpoint into a Hugging Face folder"),
     "recommend": (
         "training.cli.recommend",

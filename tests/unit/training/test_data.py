@@ -282,7 +282,7 @@ def test_damaged_parquet_is_read_or_a_sentence(tmp_path: Path) -> None:
             raw[chance.randrange(len(raw))] = chance.randrange(256)
         path.write_bytes(raw)
         try:
-            list(prepare_module.parquet_texts(prepare_module.find([str(path)])[0], lambda size: None))
+            list(prepare_module.table_texts(prepare_module.find([str(path)])[0], lambda size: None))
         except ValueError as error:
             assert "a.parquet" in str(error) and "\n" not in str(error)
 
