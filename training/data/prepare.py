@@ -43,6 +43,7 @@ from training.data.shards import (
     partial_of,
     read_meta,
 )
+from upcycle.cli.frame import install
 from upcycle.config.values import LENGTH, TOKENS, at_least, check_values
 from upcycle.io import disk, publish, strict
 from upcycle.io.checkpoint import tokenizer_folder
@@ -410,7 +411,7 @@ def table_rows(source: Source, watch: Callable[[int], object], columns: Sequence
     try:
         pyarrow = import_module("pyarrow")
     except ImportError:
-        raise ValueError(f"{source.place} is {kind}, which needs pyarrow; pip install pyarrow") from None
+        raise ValueError(f"{source.place} is {kind}, which needs pyarrow; {install('pyarrow')}") from None
 
     def choose(names: Sequence[str]) -> list[str]:
         if source.column and source.column not in names:
@@ -501,7 +502,7 @@ def hub_rows(source: Source) -> Any:
     try:
         datasets = import_module("datasets")
     except ImportError:
-        raise ValueError(f"{HUB}{source.place} needs the package datasets; pip install datasets") from None
+        raise ValueError(f"{HUB}{source.place} needs the package datasets; {install('datasets')}") from None
     assert source.hub is not None
     revision, config, split = source.hub
     return datasets.load_dataset(source.place, config or None, split=split, revision=revision or None, streaming=True)
