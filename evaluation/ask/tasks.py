@@ -370,6 +370,8 @@ def local_files(files: Any, beside: Path) -> Any:
 
 def found_texts(data: str, texts: Sequence[str]) -> list[str]:
     """Return the given texts, or else the validation texts of the data folder (DOMAIN.val.jsonl.zst)."""
+    if lost := next((text for text in texts if not Path(text).is_file()), ""):
+        raise ValueError(f"there is no file {lost}; texts=[FILE,...] names .txt, .jsonl or .jsonl.zst files")
     if texts or not data:
         return list(texts)
     return sorted(str(path) for path in Path(data).glob("*.val.*") if path.name.endswith(SUFFIXES))

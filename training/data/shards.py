@@ -166,6 +166,11 @@ def stated(folder: Path) -> Mapping[str, remote.File]:
 def read_meta(folder: Path) -> Mapping[str, Any]:
     path = folder / META
     how = "make it with upcycle prepare"
+    if folder.is_file():
+        raise ValueError(
+            f"{folder} is a text, not a folder of token shards; make one of it: upcycle prepare {folder}-tokens "
+            f"tokenizer=MODEL sources=[{folder}]"
+        )
     if not folder.is_dir():
         hint = f"; {folder}.partial is unfinished, run the same command again" if partial_of(folder).is_dir() else ""
         raise ValueError(f"there is no folder {folder} with token shards{hint or '; ' + how}")

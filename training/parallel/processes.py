@@ -36,12 +36,8 @@ DEATH = 1  # Linux's PR_SET_PDEATHSIG
 REMEMBERED = 2000  # collectives that torch's flight recorder keeps; watch.py writes them if a run hangs
 
 
-@contextmanager
-def processes(
-    device: str = "", patience: timedelta = PATIENCE, settings: Mapping[str, Any] | None = None
-) -> Iterator[torch.device]:
-    """Set up torch.distributed if there are several processes, and yield this process's device. Raise a ValueError if
-    `settings` differ between ranks."""
+def device_here(device: str = "") -> torch.device:
+    """Return this process's device, or raise a ValueError if the machine has no such device."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -58,6 +54,17 @@ def processes(
             raise ValueError(
                 f"this process needs {own}, and this machine has {count} GPUs; write nproc={count} or less"
             )
+    return own
+
+
+@contextmanager
+def processes(
+    device: str = "", patience: timedelta = PATIENCE, settings: Mapping[str, Any] | None = None
+) -> Iterator[torch.device]:
+    """Set up torch.distributed if there are several processes, and yield this process's device. Raise a ValueError if
+    `settings` differ between ranks."""
+    own = device_here(device)
+    if own.type == "cuda":
         torch.cuda.set_device(own)
     end_with_torchrun()
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:

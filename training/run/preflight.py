@@ -38,7 +38,7 @@ from training.optim.teacher import check_teacher
 from training.parallel.mesh import MeshConfig, check, grids
 from training.parallel.pipeline import check as check_schedule
 from training.parallel.pipeline import cut
-from training.parallel.processes import rank
+from training.parallel.processes import device_here, rank
 from training.run.parts import origin_of, say, taught_by, whole_on_meta, with_backend
 from upcycle.arch.siblings import text_of
 from upcycle.arch.spec import DenseSpec, MoESpec
@@ -102,7 +102,7 @@ def with_own_backend(config: TrainConfig, origin: Origin) -> tuple[TrainConfig, 
 
 def device_of(config: TrainConfig) -> str:
     """Return the kind of device that the run computes on: cuda or cpu."""
-    return (config.device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
+    return device_here(config.device).type
 
 
 def with_micro_batch(config: TrainConfig, origin: Origin) -> TrainConfig:
