@@ -119,6 +119,7 @@ MISTAKES = [
     ('a mesh of more than there are', 'train t.yaml output=new model.source=moe mesh.ep=4', 'try mesh.ep=1, or start 4 processes: nproc=4'),
     ('a GPU that is not there', 'train t.yaml output=new device=cuda', 'write device=cpu, or leave it out'),
     ('a GPU that is not there, and what fits it', 'train t.yaml output=new device=cuda micro_batch=auto', 'write device=cpu, or leave it out'),
+    ('a format to quantise to', 'quantize llama output=new format=fp8', 'write method=fp8|nvfp4|awq|gguf'),
     ('half precision', 'train t.yaml output=new model.dtype=float16', 'it must be one of bfloat16, float32, float64'),
     ('a typo in the backend', 'train t.yaml output=new model.source=moe model.expert_backend=groupd', "did you mean 'grouped'?"),
     ('a micro-batch that does not divide', 'train t.yaml output=new batch=5 micro_batch=2', 'try micro_batch=1'),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 from upcycle.cli import frame
 from upcycle.config.values import LENGTH, at_least, check_values, one_of
@@ -24,6 +25,8 @@ TYPES = ("q8_0", "bf16", "f16")
 
 @dataclass(frozen=True)
 class QuantizeKeys:
+    ELSEWHERE: ClassVar = dict.fromkeys(("format", "scheme", "bits"), "method=" + "|".join(METHODS))
+
     model: str = ""  # a folder or a Hub id; the first word
     output: str = ""  # the folder to make
     method: str = ""  # fp8 | nvfp4 | awq | gguf
