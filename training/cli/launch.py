@@ -95,6 +95,9 @@ def job_of(kind: str, asked: LaunchKeys, file: str, words: list[str]) -> Job:
     """Check the keys and the run's config here, because on the cluster an error would come after a wait."""
     from training.config.reading import read_config
 
+    output = read_config(file, words).output
+    if not output:
+        raise ValueError("output is not set; write output=FOLDER, on storage that all nodes see")
     found = re.fullmatch(r"([1-9]\d{0,5})(?:x([\w-]+))?", asked.gpus, re.ASCII)
     if found is None:
         raise ValueError(f"gpus is {asked.gpus!r}; write how many in all, for instance gpus=8 or gpus=8xh100")
@@ -110,9 +113,6 @@ def job_of(kind: str, asked: LaunchKeys, file: str, words: list[str]) -> Job:
             f"gpus is {asked.gpus!r}; Kubernetes has no common name of a card: write gpus={count}, and choose nodes by "
             "a nodeSelector in a template"
         )
-    output = read_config(file, words).output
-    if not output:
-        raise ValueError("output is not set; write output=FOLDER, on storage that all nodes see")
     name = re.sub("[^a-z0-9]+", "-", Path(output).name.lower())[:NAME].strip("-")
     name = name if name[:1].isalpha() else f"run-{name}".strip("-")  # Kubernetes wants a letter first
     own = Path(file) if Path(file).is_file() else None

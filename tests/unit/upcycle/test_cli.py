@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 # stdout is buffered, as in a terminal session: output that is not flushed in time fails when Python ends
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
 PROGRAMS = ("benchmarks.converting", "benchmarks.evaluation", "benchmarks.kernels", "examples.demo")
-READY = {"train": "chat", "estimate": "chat", "bench": "bench-olmoe"}
+READY = {"train": "chat", "launch": "chat", "estimate": "chat", "bench": "bench-olmoe"}
 # words with which a command reaches the slow imports
 WORDS = {"plan": ["source=x"], "verify": ["a", "b"], "push": ["a", "b/c"], "compare": ["a", "b"], "export": ["a", "b"]}
 
@@ -196,8 +196,9 @@ def test_an_unknown_key_is_refused_with_the_nearest_wherever_it_stands(
     other |= {"watch": ("prot", "port")}
     wrong, nearest = (other | {"inspect": ("tensor", "tensors")}).get(name, ("outptu", "output"))
     more = ["gpus=1"] if name == "estimate" else []
+    first = ["slurm"] if name == "launch" else []
     for words in ([f"{wrong}=x"], [READY.get(name, "tiny"), f"{wrong}=x"]):
-        assert main([name, *words, *more]) == 2
+        assert main([name, *first, *words, *more]) == 2
         assert f"unknown key '{wrong}'; did you mean '{nearest}'?" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
