@@ -56,6 +56,7 @@ from evaluation.facts.suite import WriteConfig
 from evaluation.judge.experts.routing import RoutingConfig
 from evaluation.studies import sample
 from evaluation.studies.plan import StudyConfig
+from training.cli.launch import LaunchKeys
 from training.cli.prepare import PrepareKeys
 from training.config.schema import TrainConfig
 from training.data.prepare import PrepareConfig
@@ -176,6 +177,9 @@ COMMANDS = {
     "eval": Command("tiny MOE limit=1 output=out device=cpu", (RunConfig,), ("checkpoint", "suite", "model"), 3),
     "chat": Command("MOE prompt=hello tokens=4 temperature=0 device=cpu", (ChatConfig,), ("model",), 2),
     "compare": Command("RESULTS RESULTS", (CompareConfig,)),
+    "launch": Command(
+        "slurm model.source=DENSE data.train=[TOKENS] gpus=8 output=out", (LaunchKeys,), ("template", "submit")
+    ),
     "watch": Command("TEXT", (WatchConfig,), ("folder",)),  # it holds no run, so nothing is served
     "routing": Command("MOE TEXT tokens=64 sequence=32", (RoutingConfig,), ("checkpoint",), 2),
     "facts": Command("write output=out people=4 places=0 events=0 tellings=2 asked=2", (WriteConfig,)),

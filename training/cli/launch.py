@@ -29,6 +29,7 @@ from typing import Any
 import yaml
 
 from upcycle.cli import frame
+from upcycle.config.values import at_least, check_values
 from upcycle.io import disk, strict
 
 KINDS = {  # kind -> its recipe in configs/launch, and the command that takes the file
@@ -47,6 +48,9 @@ class LaunchKeys:
     nodes: int = 1  # machines that share them equally
     template: str = ""  # your copy of a recipe in configs/launch
     submit: bool = False  # also submit the file
+
+    def __post_init__(self) -> None:
+        check_values(self, "", {"nodes": at_least(1, most=100_000)})
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def job_of(kind: str, asked: LaunchKeys, file: str, words: list[str]) -> Job:
     if found is None:
         raise ValueError(f"gpus is {asked.gpus!r}; write how many in all, for instance gpus=8 or gpus=8xh100")
     count, card = int(found[1]), found[2] or ""
-    if asked.nodes < 1 or count % asked.nodes:
+    if count % asked.nodes:
         raise ValueError(
             f"nodes is {asked.nodes}, which does not divide {count} GPUs; write nodes=M with M GPUs or fewer"
         )

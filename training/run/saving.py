@@ -27,7 +27,7 @@ def due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def checkpoints_of(run: Run, mirror: Mirror | None) -> Checkpoints:
+def checkpoints_of(run: Run, mirror: Mirror | None = None) -> Checkpoints:
     """Return the run's checkpoints."""
     keep = run.config.checkpoint
     return Checkpoints(

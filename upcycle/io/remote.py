@@ -250,7 +250,7 @@ def alone(lock: Path, what: str) -> Iterator[None]:
                 stack.enter_context(publish.alone(lock, Path(what)))
                 break
             except ValueError as error:
-                if not waits:
+                if not waits and os.environ.get("LOCAL_RANK", "0") == "0":
                     say(str(error).partition(";")[0])
                 waits = True
                 time.sleep(WAIT)
@@ -279,5 +279,4 @@ def listed(fs: Any, folder: str) -> list[Mapping[str, Any]]:
 
 
 def say(sentence: str) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(sentence, file=sys.stderr, flush=True)
+    print(sentence, file=sys.stderr, flush=True)
