@@ -6,8 +6,9 @@ usage: upcycle export RUN OUTPUT [nproc=N] [engine=lmdeploy]
   upcycle export runs/moe/checkpoints/step-00000012 moe-12
   upcycle export slices slices-lmdeploy engine=lmdeploy
 
-RUN is the folder of a run or of one of its checkpoints. OUTPUT may be an address, such as s3://bucket/moe. The dense model, the data and a GPU are not needed. One tensor
-at a time is in memory. With nproc each process writes some of the files.
+RUN is the folder of a run or of one of its checkpoints. OUTPUT may be an address, such as s3://bucket/moe. The dense
+model, the data and a GPU are not needed. One tensor at a time is in memory. With nproc each process writes some of the
+files.
 
 With engine=lmdeploy, RUN is the folder of a model with target=upcycled, and only LMDeploy runs the result.
 
