@@ -168,7 +168,7 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
     how = "make it with upcycle prepare"
     if folder.is_file():
         raise ValueError(
-            f"{folder} is a text, not a folder of token shards; make one of it: upcycle prepare {folder}-tokens "
+            f"{folder} is a file, not a folder of token shards; if it is a text, make one of it: upcycle prepare {folder}-tokens "
             f"tokenizer=MODEL sources=[{folder}]"
         )
     if not folder.is_dir():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from evaluation.judge.experts.routing import RoutingConfig, opened
-from training.checkpoint.state import found
+from training.checkpoint.state import CHECKPOINTS, found
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
 from upcycle.arch.spec import MoESpec
@@ -33,7 +33,7 @@ class Typed:
     def routing(self, folder: Path, text: str) -> dict[str, Any]:
         """Return the tokens of a text, and each layer's experts of each token with their weights, the largest first."""
         with self.lock:
-            wanted = str(next(iter(found(folder / "checkpoints")), folder))
+            wanted = str(next(iter(found(folder / CHECKPOINTS)), folder))
             if wanted != self.kept or self.model is None:
                 self.model, self.kept = None, wanted  # free the old one first
                 self.model = load(folder)

@@ -13,6 +13,7 @@ from evaluation.__main__ import main as evaluation
 from tests.unit.training.test_train import WORDS, place
 from training.checkpoint import standalone
 from training.checkpoint.state import found
+from training.config.schema import ModelConfig
 from training.run.session import Session
 from upcycle.__main__ import main
 
@@ -67,6 +68,19 @@ def test_a_run_that_was_killed_while_it_kept_its_model_starts_again(
     assert main(words) == 0
     kept = {path.name for path in (tmp_path / "run").iterdir()} - {"metrics.before.jsonl"}
     assert kept == {path.name for path in run.iterdir()}
+
+
+def test_the_record_of_another_model_is_gone_before_its_files_are(
+    place: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that is killed while it writes another model's files leaves no record that they would contradict."""
+    shutil.copytree(run, tmp_path / "run")
+    origin = standalone.kept(tmp_path / "run")
+    monkeypatch.setattr(standalone, "write_atomic", Mock(side_effect=Killed))
+    assert standalone.recorded(tmp_path / "run") is not None
+    with pytest.raises(Killed):
+        standalone.keep(tmp_path / "run", origin, ModelConfig(source="another"))
+    assert standalone.recorded(tmp_path / "run") is None and found(tmp_path / "run" / "checkpoints")
 
 
 def test_an_empty_folder_for_the_model_of_a_killed_run_is_taken(place: Path, tmp_path: Path) -> None:

@@ -101,6 +101,23 @@ def test_a_held_out_folder_is_that_of_the_unseen_documents(
     assert digests(tmp_path / "two") == digests(tmp_path / "out")
 
 
+def test_a_dataset_of_the_hub_is_compared_too(tokenizer: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    shown, new = [text for text in texts(30, 1) if len(text) > 100], texts(12, 2)
+    run(tmp_path / "train", tokenizer, jsonl(tmp_path / "train.jsonl", shown))
+    (tmp_path / "set").mkdir()
+    jsonl(tmp_path / "set" / "train.jsonl", [text for pair in zip(new, shown, strict=False) for text in pair])
+    config = PrepareConfig(
+        str(tmp_path / "out"), str(tokenizer), (f"hf:{tmp_path / 'set'}",), shard_tokens=50,
+        unseen=(str(tmp_path / "train"),), take="1/2",
+    )  # fmt: skip
+    got = TokenShards.open(prepare(config, quiet=True))
+    want = run(tmp_path / "want", tokenizer, jsonl(tmp_path / "new.jsonl", new))
+    assert [got.document(n).tolist() for n in range(got.documents)] == [
+        want.document(n).tolist() for n in range(want.documents)
+    ]
+
+
 def test_parts_of_a_text_are_apart_and_together_all(tokenizer: Path, tmp_path: Path) -> None:
     file, documents = jsonl(tmp_path / "a.jsonl", texts(31, 3)), 0
     whole = run(tmp_path / "whole", tokenizer, file)
