@@ -168,8 +168,8 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
     how = "make it with upcycle prepare"
     if folder.is_file():
         raise ValueError(
-            f"{folder} is a file, not a folder of token shards; if it is a text, make one of it: upcycle prepare {folder}-tokens "
-            f"tokenizer=MODEL sources=[{folder}]"
+            f"{folder} is a file, not a folder of token shards; if it is a text, make one of it: upcycle prepare "
+            f"{folder}-tokens tokenizer=MODEL sources=[{folder}]"
         )
     if not folder.is_dir():
         hint = f"; {folder}.partial is unfinished, run the same command again" if partial_of(folder).is_dir() else ""
