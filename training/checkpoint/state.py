@@ -23,7 +23,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -294,12 +293,12 @@ class Checkpoints:
         self.world = dist.get_world_size() if distributed else 1
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
-        self.live = False  # whether the current save reads the state itself, not a copy
         self.failures = 0  # failures in a row
         self.copies: dict[str, Tensor] = {}  # kept between saves, because pinned memory is slow to allocate
 
-    def save(self, step: int, state: TrainState, *, last: bool = False) -> None:
-        """Save `state` at `step`. The state may change as soon as this returns, unless it is the run's `last` one."""
+    def save(self, step: int, state: TrainState, *, last: bool = False, shown: Sequence[Tensor] = ()) -> None:
+        """Save `state` at `step`. The state may change as soon as this returns. If it is the run's `last` one, only the
+        tensors of `shown` may, so only these are copied."""
         try:
             self.wait()
         except ValueError as error:
@@ -308,8 +307,14 @@ class Checkpoints:
         live = state.tensors(self.rank)
         parts = {name: local(tensor.detach()) for name, tensor in live.items()}
         self.check_finite(step, parts)
-        staged = self.copy(parts) if self.asynchronous and not last else parts
-        self.pending, self.live = self.thread.submit(self.write, step, live, staged), staged is parts
+        if not self.asynchronous:
+            staged = parts
+        elif last:
+            places = {tensor.data_ptr() for tensor in shown}
+            staged = {name: part.clone() if part.data_ptr() in places else part for name, part in parts.items()}
+        else:
+            staged = self.copy(parts)
+        self.pending = self.thread.submit(self.write, step, live, staged)
         if not self.asynchronous:
             self.wait()
 
@@ -379,11 +384,6 @@ class Checkpoints:
         """Return the newest complete checkpoint after comparing every byte with its sums, or None."""
         self.wait()
         return self.newest(set_aside=False)
-
-    def rest(self) -> None:
-        """Wait until the current save reads no weights of the model, and leave its failure to the next call."""
-        if self.pending is not None and self.live:
-            wait_for([self.pending])
 
     def wait(self) -> None:
         """Wait until the current save is on disk. Raise its failure."""

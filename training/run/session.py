@@ -27,7 +27,7 @@ from training.observe.metrics import Metrics, Value
 from training.observe.profiling import Trace, memory_snapshot, steps_to_trace
 from training.optim.schedule import schedule
 from training.optim.teacher import weights
-from training.parallel.collectives import broadcast
+from training.parallel.collectives import broadcast, local
 from training.parallel.processes import alone, processes
 from training.parallel.watch import Watch, guarded
 from training.run import measures, saving, stages, step
@@ -211,7 +211,8 @@ class Session:
         """Save the run after the log is on disk."""
         self.watch.enter("checkpoint")
         self.metrics.sync()
-        self.checkpoints.save(self.state.step, self.state, last=self.state.step == self.config.steps)
+        shown = [local(slot.master.detach()) for slot in self.run.optimizer.pulled]  # validations pull them together
+        self.checkpoints.save(self.state.step, self.state, last=self.state.step == self.config.steps, shown=shown)
         self.saved = self.state.step
 
     def due_measures(self) -> measures.Measures:
@@ -227,8 +228,6 @@ class Session:
         """Compute and log measures; a signal during them stops the run."""
         if wanted and isinstance(self.make_step, Recorded):
             self.make_step.make_room()
-        if wanted and self.run.optimizer.pulled:
-            self.checkpoints.rest()  # a thread may write the last weights from where the view shows others
         with measures.viewed(self.run) if wanted else nullcontext():
             self.stopped = not measures.measured(self.metrics, self.state.step, wanted)
 

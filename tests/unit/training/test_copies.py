@@ -258,7 +258,7 @@ def test_a_last_checkpoint_that_is_written_slowly_holds_the_masters_that_a_valid
     write, measured = Checkpoints.write, measures.measured
 
     def writes(self: Checkpoints, *given: Any) -> None:
-        validates.wait(2)  # it does not begin before the weights are written
+        assert validates.wait(60)  # the weights are written while a validation shows others
         write(self, *given)
         wrote.set()
 
