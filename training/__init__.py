@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from upcycle.plugin import lazy
 
 if TYPE_CHECKING:
-    from training.api import estimate, export, prepare, recommend, train
+    from training.api import add, estimate, export, join, prepare, recommend, remove, train
 
-__all__ = ["estimate", "export", "prepare", "recommend", "train"]
+__all__ = ["add", "estimate", "export", "join", "prepare", "recommend", "remove", "train"]
 __getattr__ = lazy(__name__, __all__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
@@ -22,6 +23,9 @@ from training.estimating.recommend import RecommendConfig
 from training.estimating.recommend import recommend as recommend_arms
 from training.experts import SPECIFICATION
 from training.model.stock.model import model_of
+from training.parts import join as joining
+from training.parts.add import AddConfig
+from training.parts.add import add as add_part
 from training.parallel.processes import processes, rank
 from training.run import loop
 from upcycle.config.reading import config_of
@@ -78,6 +82,32 @@ def export(run: str | PathLike[str], output: str | PathLike[str]) -> int:
     if rank() == 0:
         exporting.send(made, target)
     return saved.step
+
+
+def add(
+    model: str | PathLike[str],
+    *,
+    documents: str | PathLike[str],
+    general: str | PathLike[str],
+    name: str,
+    output: str | PathLike[str],
+    **keys: Any,
+) -> Path:
+    """Make the part `name` of a model: new copies of its FFNs that learn the documents; return its folder. `keys`
+    change the ready config `part`.
+    """
+    asked = AddConfig(fspath(model), fspath(documents), fspath(general), name, fspath(output))
+    return add_part(asked, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+
+
+def join(base: str | PathLike[str], *parts: str | PathLike[str], output: str | PathLike[str]) -> Path:
+    """Write a model of a base with parts, and return its folder."""
+    return joining.join(fspath(base), [fspath(part) for part in parts], fspath(output))
+
+
+def remove(folder: str | PathLike[str], name: str, output: str | PathLike[str]) -> Path:
+    """Write a joined model without a part, or the base's own files if it was the last; return the folder."""
+    return joining.remove(fspath(folder), name, fspath(output))
 
 
 def estimate(

@@ -19,6 +19,7 @@ Every text is a domain. Each layer gets these numbers:
     saliency        mean over these tokens of weight * |the expert's output| (REAP, 2510.13999)
     pruned          with keep=N: error, gain and cosine of an FFN with only the N most salient experts
     spread          |expert - mean of its copies| / |mean|, mean over experts: 0 while copies are equal
+    goes to         with parts: the share of a text's choices that the base's own FFN and each part get
     moved           |expert - its value at `start`| / |that value|, mean over experts; also for the router's rows
 
 `upcycle convert` uses the file to make fewer or more experts: method.name=prune or utility, method.by=routing.json.

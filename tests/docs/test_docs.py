@@ -165,13 +165,16 @@ def understood(command: str) -> str:
     from evaluation.facts.suite import WriteConfig
     from evaluation.studies.plan import read_study
     from examples import demo
+    from training.cli.join import JoinKeys
     from training.cli.launch import LaunchKeys
+    from training.cli.remove import RemoveKeys
     from training.config.reading import read_config
     from training.data.prepare import PrepareConfig
     from training.estimating.bench import BenchConfig
     from training.estimating.estimate import split
     from training.estimating.measure import MeasureConfig
     from training.estimating.recommend import RecommendConfig
+    from training.parts.add import AddConfig
     from upcycle.cli.plan import PlanKeys
     from upcycle.cli.quantize import QuantizeKeys
 
@@ -202,6 +205,10 @@ def understood(command: str) -> str:
         cli.named(QuantizeKeys, words, "model")
     elif name == "study":
         read_study(file, keys)
+    elif name in ("add", "join", "remove"):
+        kind, *places = {"add": (AddConfig, "model"), "join": (JoinKeys, "base"), "remove": (RemoveKeys, "folder")}[name]
+        own, rest = read_own(kind, [f"{places[0]}={file}", *[word for word in keys if "=" in word]])
+        assert own.output and (name == "add" or not rest), command
     elif name == "launch":
         read_config(*cli.file_and_words(read_own(LaunchKeys, words[1:])[1]))
     elif name == "facts":

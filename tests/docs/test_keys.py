@@ -37,6 +37,9 @@ from training.config.schema import StageConfig, TrainConfig
 from training.data.mixture import TrainSource, ValidSource
 from training.data.prepare import PrepareConfig
 from training.estimating.bench import BenchConfig
+from training.cli.join import JoinKeys
+from training.cli.remove import RemoveKeys
+from training.parts.add import AddConfig
 from training.estimating.estimate import EstimateConfig
 from training.estimating.measure import MeasureConfig
 from training.estimating.recommend import RecommendConfig
@@ -67,6 +70,9 @@ TABLES: list[tuple[str, str, type[Any]]] = [
     ("upcycle train: one of data.valid", "A folder name alone sets `path`.", ValidSource),
     ("upcycle launch", "", LaunchKeys),
     ("upcycle export", "", ExportKeys),
+    ("upcycle add", "In addition to the keys of training.", AddConfig),
+    ("upcycle join", "", JoinKeys),
+    ("upcycle remove", "", RemoveKeys),
     ("upcycle recommend", "", RecommendConfig),
     ("upcycle estimate", "In addition to the keys of training.", EstimateConfig),
     ("upcycle estimate measure=FILE", "", MeasureConfig),

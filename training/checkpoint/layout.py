@@ -147,17 +147,19 @@ def named(key: str, source: str) -> Checkpoint:
 
 
 @contextmanager
-def online(config: UpcycleConfig, observe: Observe = measure.measure, *, text: bool = False) -> Iterator[Origin]:
+def online(
+    config: UpcycleConfig, observe: Observe = measure.measure, *, text: bool = False, reads: bool = True
+) -> Iterator[Origin]:
     """Open the Origin of what `upcycle convert` would write, made while it is read. `observe`: returns measurements on
     text, if the plan needs them. `text`: whether `observe` works although the config names no text; then
-    router.init.name=auto may be clusters, else such a plan is an error."""
+    router.init.name=auto may be clusters, else such a plan is an error. `reads`: False if `observe` reads no text."""
     if not (config.source or config.donors):
         raise ValueError("model.upcycle names no dense model; write model.upcycle.source=FOLDER, or a hub id")
     with ExitStack() as stack:
         names = [config.source or config.donors[0], *config.donors]
         keys = ["source" if config.source else "donors", *("donors" for _ in config.donors)]
         checkpoints = [stack.enter_context(named(key, name)) for key, name in zip(keys, names, strict=True)]
-        plan = build(config, checkpoints, text=text)
+        plan = build(config, checkpoints, None if reads else {}, text=text)
         if plan.needs_text:
             plan = replace(plan, observed=observe(plan, checkpoints))
         maker = Maker(plan, checkpoints)
@@ -270,14 +272,17 @@ def expert_roles(block: MoE, prefix: str) -> dict[str, tuple[Tensor, Index]]:
     out: dict[str, tuple[Tensor, Index]] = {}
     experts = block.experts
     halves = ("gate", "up") if experts.gated else ("up",)
-    for i, width in enumerate(block.spec.widths):
+    for number, width in enumerate(block.spec.widths):
+        first = experts.anchor is not None and number < block.spec.anchors
+        stack, i = (experts.anchor, number) if first else (experts, number - block.spec.anchors)
+        assert stack is not None
         for half, matrix in enumerate(halves):
-            out[f"{prefix}.{i}.{matrix}.weight"] = experts.up, (i, half, slice(width))
-            if experts.up_bias is not None:
-                out[f"{prefix}.{i}.{matrix}.bias"] = experts.up_bias, (i, half, slice(width))
-        out[f"{prefix}.{i}.down.weight"] = experts.down, (i, slice(None), slice(width))
-        if experts.down_bias is not None:
-            out[f"{prefix}.{i}.down.bias"] = experts.down_bias, (i,)
+            out[f"{prefix}.{number}.{matrix}.weight"] = stack.up, (i, half, slice(width))
+            if stack.up_bias is not None:
+                out[f"{prefix}.{number}.{matrix}.bias"] = stack.up_bias, (i, half, slice(width))
+        out[f"{prefix}.{number}.down.weight"] = stack.down, (i, slice(None), slice(width))
+        if stack.down_bias is not None:
+            out[f"{prefix}.{number}.down.bias"] = stack.down_bias, (i,)
     return out
 
 

@@ -194,7 +194,8 @@ def upcycled(folder: Path) -> UpcycleConfig | None:
     if config.router.init.name != "auto":
         return config
     known = measured.is_file() and any(name.endswith(".rows") for name in read_header(measured))
-    init = replace(config.router.init, name="clusters" if known else "normal")
+    part = isinstance(config.method, Mapping) and config.method.get("name") == "part"
+    init = replace(config.router.init, name="parts" if part else "clusters" if known else "normal")
     return replace(config, router=replace(config.router, init=init))
 
 

@@ -52,6 +52,8 @@ def attach(model: nn.Module, config: LoraConfig) -> None:
     """Add uninitialized adapters to the modules that the config matches, on the device of their weights."""
     if not config.rank:
         return
+    if any(isinstance(module, Experts) and module.anchor for module in model.modules()):
+        raise ValueError(f"lora.rank is {config.rank}; the copies of a part learn whole, so leave lora out")
     for name, module in adaptable(model):
         if any(holds(pattern, name) for pattern in config.match):
             module.low = config.scale

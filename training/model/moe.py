@@ -57,6 +57,8 @@ class Router(nn.Module):
         bias, kind = self.bias, x_TD.device.type
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             weight_ND = self.weight + self.low * (self.lora_b @ self.lora_a) if self.low else self.weight
+            if self.spec.anchors:  # an anchor's rows never learn
+                weight_ND = torch.cat([weight_ND[: self.spec.anchors].detach(), weight_ND[self.spec.anchors :]])
             plain = self.spec.score == "softmax" and bias is None and self.offset is None and self.spec.groups == 1
             if plain and router.fused(x_TD, weight_ND, self.spec.top_k, self.spec.slices):
                 options = self.spec.slices, self.spec.weights_sum_to_one, self.spec.output_scale
@@ -90,11 +92,23 @@ def of_best_groups(score_TN: Tensor, groups: int, kept: int) -> Tensor:
     return score_TGM.masked_fill(left_TG[:, :, None], -math.inf).flatten(1)
 
 
-class Experts(nn.Module):
-    """The routed experts, stacked and padded with zero neurons to one width.
+class Stack(nn.Module):
+    """The matrices of N experts, padded with zero neurons to one width.
 
     `up` is (N, 2, F, D) if gated (the gate first), else (N, 1, F, D), so that neurons have their own dimension, along
     which ranks divide the experts."""
+
+    def __init__(self, spec: MoESpec, n: int) -> None:
+        super().__init__()
+        f, d, halves = max(spec.widths), spec.dense.hidden, 2 if spec.dense.gated else 1
+        self.up = nn.Parameter(torch.empty(n, halves, f, d))
+        self.down = nn.Parameter(torch.empty(n, d, f))
+        self.up_bias = nn.Parameter(torch.empty(n, halves, f)) if spec.dense.ffn_bias else None
+        self.down_bias = nn.Parameter(torch.empty(n, d)) if spec.dense.ffn_bias else None
+
+
+class Experts(Stack):
+    """The routed experts; those of an anchor come first and have a stack of their own, which never learns."""
 
     backend: Backend  # replaced by evaluation's watch while it measures the outputs of experts
     # replaced by shard: this rank's part, and copies that last for a step
@@ -106,15 +120,17 @@ class Experts(nn.Module):
     down_lora_b: Tensor
 
     def __init__(self, spec: MoESpec, backend: Backend) -> None:
-        super().__init__()
-        n, f, d = spec.experts, max(spec.widths), spec.dense.hidden
-        self.backend, self.activation = backend, spec.dense.activation
-        self.gated, halves = spec.dense.gated, 2 if spec.dense.gated else 1
-        self.up = nn.Parameter(torch.empty(n, halves, f, d))
-        self.down = nn.Parameter(torch.empty(n, d, f))
-        self.up_bias = nn.Parameter(torch.empty(n, halves, f)) if spec.dense.ffn_bias else None
-        self.down_bias = nn.Parameter(torch.empty(n, d)) if spec.dense.ffn_bias else None
+        super().__init__(spec, spec.experts - spec.anchors)
+        self.backend, self.activation, self.gated = backend, spec.dense.activation, spec.dense.gated
+        self.anchor = Stack(spec, spec.anchors) if spec.anchors else None
         self.weights = whole_weights
+
+    def whole(self) -> list[Tensor]:
+        """Return the stacks of all experts, with the anchor's in front."""
+        own = [(name, stack) for name, stack in self.named_parameters(recurse=False) if "lora" not in name]
+        if (anchor := self.anchor) is None:
+            return [stack for _, stack in own]
+        return [torch.cat([anchor.get_parameter(name).to(stack), stack]) for name, stack in own]
 
     def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
         return self.backend.compute(x_RD, weight_R, count_E, self.weights(self, x_RD.dtype), self.activation)
@@ -138,7 +154,27 @@ def whole_weights(experts: Experts, dtype: torch.dtype) -> ExpertWeights:
     up_bias = None if experts.up_bias is None else experts.up_bias.to(dtype).flatten(1, 2)
     down_bias = None if experts.down_bias is None else experts.down_bias.to(dtype)
     up, down = experts.up.to(dtype).flatten(1, 2), experts.down.to(dtype)
-    return ExpertWeights(up, down, experts.gated, up_bias, down_bias, low_rank(experts, dtype))
+    own = ExpertWeights(up, down, experts.gated, up_bias, down_bias, low_rank(experts, dtype))
+    return after_anchor(experts, own, dtype)
+
+
+def after_anchor(
+    experts: Experts, own: ExpertWeights, dtype: torch.dtype, part: Callable[[Tensor], Tensor] = lambda whole: whole
+) -> ExpertWeights:
+    """Return the weights with those of the anchor in front, if there is one; `part(whole)` returns this rank's part."""
+    if (anchor := experts.anchor) is None:
+        return own
+
+    def joined(first: Tensor | None, rest: Tensor | None) -> Tensor | None:
+        if first is None or rest is None:
+            return None
+        first = part(first).to(dtype)
+        return torch.cat([first.flatten(1, 2) if first.dim() > rest.dim() else first, rest])
+
+    up, down = joined(anchor.up, own.up_EFD), joined(anchor.down, own.down_EDF)
+    assert up is not None and down is not None
+    up_bias, down_bias = joined(anchor.up_bias, own.up_bias_EF), joined(anchor.down_bias, own.down_bias_ED)
+    return ExpertWeights(up, down, own.gated, up_bias, down_bias, own.low)
 
 
 def low_rank(

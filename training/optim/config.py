@@ -96,16 +96,16 @@ def group_of(value: Any, number: int) -> ParameterGroup:
 
 def settled(config: OptimConfig, moe: MoESpec | None) -> OptimConfig:
     """Return the config with this model's defaults; raise a ValueError for keys of copies if no expert is a copy."""
-    apart = moe is None or moe.disjoint or moe.copies == 1
+    apart = moe is None or moe.disjoint or moe.copies == 1 or bool(moe.parts)
     for name in ("share", "shrink"):
         if apart and getattr(config, name):
             raise ValueError(
-                f"optim.{name} is {getattr(config, name)}, but no expert of this model is a copy of "
-                "another one; leave it out"
+                f"optim.{name} is {getattr(config, name)}, but no expert of this model learns with copies of itself; "
+                "leave it out"
             )
     chooses = moe is not None and moe.choice == "each-slice"
     # copies that a method made different on purpose are not pulled together
-    share, shrink = (0.5, 0.3) if chooses and moe is not None and moe.equal else (0.0, 0.0)
+    share, shrink = (0.5, 0.3) if chooses and not apart and moe is not None and moe.equal else (0.0, 0.0)
     router_lr = 0.3 if chooses else 1.0
     return replace(
         config,

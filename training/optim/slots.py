@@ -88,9 +88,9 @@ def freeze(model: nn.Module, *configs: OptimConfig) -> bool:
 
 
 def learning(config: OptimConfig, names: Sequence[str]) -> set[str]:
-    """Return the names of the parameters that learn: only the adapters, if the model has any."""
+    """Return the names of the parameters that learn: only the adapters, if the model has any, and never an anchor."""
     adapters = [name for name in names if is_adapter(name)]
-    return {name for name in adapters or names if multiplier(config, name)}
+    return {name for name in adapters or names if multiplier(config, name) and "anchor" not in name.split(".")}
 
 
 def check_groups(config: OptimConfig, names: Sequence[str]) -> None:

@@ -41,7 +41,7 @@ from training.experts import ExpertWeights
 from training.kernels import updates
 from training.model.decoder import Decoder, Layer
 from training.model.layers import Attention, FeedForward, LatentAttention, Linear, Norm, uncompiled
-from training.model.moe import Experts, MoE, Router, low_rank
+from training.model.moe import Experts, MoE, Router, after_anchor, low_rank
 from training.model.recompute import MOVES, recompute, recompute_stock
 from training.model.stock.model import Stock
 from training.parallel import context
@@ -209,6 +209,8 @@ def experts_over_ep(model: Decoder, mesh: ParallelMesh, keep: bool) -> None:
     ep, etp, slices = mesh.size("ep"), mesh.size("etp"), mesh.group("etp")
     # one dispatcher for all layers, since it may hold large buffers
     dispatcher = None
+    if ep * etp > 1 and model.moe is not None and model.moe.parts:
+        raise ValueError(f"mesh.ep is {ep} and mesh.etp is {etp}; a model of parts keeps its experts whole, so write 1")
     if ep * etp > 1 and model.moe is not None:
         groups = mesh.group("ep"), mesh.group("etp")
         dispatcher = create(mesh.config.dispatcher, model.moe.experts, *groups, mesh.config.arrivals)
@@ -248,7 +250,8 @@ class LocalExperts:
         up_bias = None if own_up is None else local(own_up).to(dtype).flatten(1, 2)
         down_bias = None if own_down is None else part_of(local(own_down), etp).to(dtype)
         low = low_rank(experts, dtype, partial(self.adapter, experts))
-        return ExpertWeights(up.flatten(1, 2), down, experts.gated, up_bias, down_bias, low)
+        weights = ExpertWeights(up.flatten(1, 2), down, experts.gated, up_bias, down_bias, low)
+        return after_anchor(experts, weights, dtype, local)
 
     def adapter(self, experts: Experts, name: str, whole: Tensor) -> Tensor:
         """Return the part of an adapter for this rank's neurons: outputs of up's adapters, inputs of down's."""

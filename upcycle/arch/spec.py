@@ -286,6 +286,9 @@ class MoESpec:
     # `shared` count them. They make each row a multiple of 16 bytes, as grouped kernels require.
     padding: int = 0
     shared_padding: int = 0
+    # Name and copies of each part, in the order of the copies. Copy 0 is then the anchor: the dense FFN, whose router
+    # rows are zero, and which never learns. (): the copies are no parts.
+    parts: tuple[tuple[str, int], ...] = ()
 
     @property
     def cut_widths(self) -> tuple[int, ...]:
@@ -299,6 +302,11 @@ class MoESpec:
     @property
     def experts(self) -> int:
         return len(self.widths)
+
+    @property
+    def anchors(self) -> int:
+        """Return the number of experts that are the anchor's slices and never learn; they come first."""
+        return self.granularity if self.parts else 0
 
     @property
     def copies_of_slices(self) -> bool:

@@ -5,6 +5,8 @@ usage: upcycle verify DENSE MOE [key=value ...]
   upcycle verify ./llama ./moe
   upcycle verify ./llama ./moe text=book.txt tokens=2048 sequence=512 dtype=bfloat16
   upcycle verify ./llama ./moe tolerance=1e-4    # any two models with one vocabulary
+  upcycle verify parts/book                      # the files of a part, or of a model with parts
+  upcycle verify ./llama parts/book               # also whether the part fits this base
 
 The exit code is 0 if the plan's promise held, 1 if not, and 3 if nothing was promised (a trained or foreign model).
 """
@@ -15,6 +17,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from upcycle.cli import frame
 from upcycle.config.values import LENGTH, at_least, check_values, finite
@@ -43,7 +46,15 @@ class VerifyKeys:
 @frame.command()
 def main(words: Sequence[str]) -> int:
     from upcycle.api import verify
+    from upcycle.converting import part
+    from upcycle.verifying import inspect
+    from upcycle.verifying.parts import is_joined, verify_part
 
+    names = frame.names_and_words(words)[0]
+    if names and part.is_part(names[-1]) and len(names) < 3:
+        return verify_part(names[-1], *names[:-1])
+    if len(names) == 1 and is_joined(names[0]):
+        return 0 if inspect.check(Path(names[0])) else PROMISE_BROKEN
     asked = asdict(frame.named(VerifyKeys, words, "dense", "moe"))
     as_json = asked.pop("json")
     report = verify(**asked)

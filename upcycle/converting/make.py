@@ -253,6 +253,6 @@ def router_rows(plan: UpcyclePlan, layer: int, measured: Tensor | None = None) -
     init, moe = plan.config.router.init, plan.moe
     if init.name in routers.MEASURED:
         assert measured is not None, "call measure() before computing tensors"
-        return measured.float() if init.name == "clusters" else routers.centred(measured, init.std)
+        return measured.float() if init.name in routers.AS_MEASURED else routers.centred(measured, init.std)
     own = init.name == "independent" or moe.disjoint
     return routers.normal(moe.experts if own else moe.copies, moe.dense.hidden, init.std, plan.config.seed, layer)

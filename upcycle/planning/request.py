@@ -6,12 +6,13 @@ Every error names the nearest valid value.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 from upcycle import plugin
+from upcycle.arch.targets import upcycled
 from upcycle.arch.spec import BYTES, MAX_EXPERTS, Choice, DenseSpec, MoESpec, Order
 from upcycle.config.schema import SizedConfig, UpcycleConfig
 from upcycle.planning import methods, routers
@@ -35,9 +36,9 @@ def sized(config: UpcycleConfig) -> tuple[SizedConfig, str]:
     if granularity is None:
         divisor = math.gcd(slices, config.top_k or slices)  # so that a given top_k is a multiple of the granularity
         granularity = divisor if divisor > 1 else slices
-    cut = granularity > 1
+    cut, part = granularity > 1, method.needs.part
     sizes = {
-        "experts": 4 * granularity if cut and slices > 1 else len(config.donors) or WHOLE.experts,
+        "experts": 2 if part else 4 * granularity if cut and slices > 1 else len(config.donors) or WHOLE.experts,
         "granularity": granularity,
         "top_k": granularity if cut and not method.needs.disjoint else WHOLE.top_k,
     }
@@ -122,6 +123,7 @@ def moe_spec(config: SizedConfig, dense: DenseSpec, method: Method) -> MoESpec:
     padding = 0 if len(set(widths)) > 1 or whole_rows(widths[0], dtype) else -widths[0] % ALIGN
     shared_padding = padding * int(config.shared)  # each of several shared experts is as wide as a routed one
     choice = router_choice(config, method)
+    parts = parts_of(config, method, choice)
     return MoESpec(
         dense=dense,
         layers=layer_list(config.layers, dense.layers),
@@ -139,7 +141,26 @@ def moe_spec(config: SizedConfig, dense: DenseSpec, method: Method) -> MoESpec:
         equal=method.exact,
         padding=padding,
         shared_padding=shared_padding,
+        parts=parts,
     )
+
+
+def parts_of(config: SizedConfig, method: Method, choice: Choice) -> tuple[tuple[str, int], ...]:
+    """Return the part that a method adds; raise a ValueError where an anchor could not keep the dense function."""
+    if not method.needs.part:
+        return ()
+    each = choice == "each-slice" or config.granularity == 1
+    if config.target != "upcycled" or not each or config.top_k != config.granularity:
+        raise ValueError(
+            f"method {method.name} chooses the anchor or a part's copy for each slice; write target=upcycled and leave "
+            "router.choice and top_k out"
+        )
+    router = config.router
+    if (router.score, router.order, router.normalize) != ("softmax", "softmax-then-topk", True):
+        raise ValueError(f"method {method.name} needs the router's default score, order and normalize; leave them out")
+    if config.shared:
+        raise ValueError(f"shared is {config.shared:g}; method {method.name} keeps the whole FFN, so leave it out")
+    return ((upcycled.check_name(method.needs.part), config.experts - 1),)
 
 
 def check_counts(config: SizedConfig) -> None:
@@ -246,7 +267,8 @@ def with_rows(config: SizedConfig, moe: MoESpec, *, text: bool) -> SizedConfig:
     if config.router.init.name != "auto":
         return config
     clusters = moe.slices > 1 and bool(text or config.calibration.texts)
-    init = replace(config.router.init, name="clusters" if clusters else "normal")
+    name = "parts" if moe.parts else "clusters" if clusters else "normal"
+    init = replace(config.router.init, name=name)
     return replace(config, router=replace(config.router, init=init))
 
 
@@ -273,6 +295,10 @@ def check_router(config: UpcycleConfig, moe: MoESpec, kind: str | float) -> None
             "router.init.name=clusters divides text among copies, and this config makes no copies; write "
             "router.init.name=normal"
         )
+    if (init.name == "parts") != bool(moe.parts):
+        raise ValueError(
+            f"router.init.name is {init.name}; parts is for method part, which has no other rows; leave it out"
+        )
     if init.name == "hidden" and len(init.texts) != moe.copies:
         raise ValueError(
             f"router.init.name=hidden needs one text per copy in router.init.texts, got {len(init.texts)} for "
@@ -290,8 +316,8 @@ def check_router(config: UpcycleConfig, moe: MoESpec, kind: str | float) -> None
 
 
 def measured_texts(config: UpcycleConfig) -> tuple[str, ...]:
-    """Return the text files to measure on: router.init.texts if router.init.name=hidden, else calibration.texts."""
-    return config.router.init.texts if config.router.init.name == "hidden" else config.calibration.texts
+    """Return the text files to measure on: router.init.texts if the rows need a text each, else calibration.texts."""
+    return config.router.init.texts if config.router.init.name in routers.BY_TEXT else config.calibration.texts
 
 
 def check_decoder(dense: DenseSpec) -> None:
@@ -303,6 +329,15 @@ def check_decoder(dense: DenseSpec) -> None:
         )
 
 
+def check_two(texts: Sequence[str]) -> None:
+    """Raise a ValueError unless there are the two texts that a part's router rows are measured on."""
+    if len(texts) != 2:
+        raise ValueError(
+            f"router.init.texts has {len(texts)} files; method part needs two: general text, which stays at the anchor, "
+            "and the part's documents"
+        )
+
+
 def check_text(config: UpcycleConfig, kind: str | float, method: Method, folder: Path, *, text: bool) -> None:
     """Raise a ValueError unless there are text files to measure on and a tokenizer in the donor's `folder`.
 
@@ -311,16 +346,18 @@ def check_text(config: UpcycleConfig, kind: str | float, method: Method, folder:
     init = config.router.init
     if init.name == "neurons" and not method.needs.order:
         raise ValueError("router.init.name=neurons needs method.by=activation, which finds the representative neurons")
-    if not config.calibration.texts and init.name != "hidden":
+    if init.name == "parts" and not text:
+        check_two(init.texts)
+    if not config.calibration.texts and init.name not in routers.BY_TEXT:
         if text:
             return
         what = "scale=calibrated" if kind == "calibrated" else method.needs.order or "router.init.name=clusters"
         raise ValueError(
             f"{what} is measured on text and calibration.texts is empty; name .txt, .jsonl or .jsonl.zst files"
         )
-    if config.calibration.texts and init.name == "hidden":
+    if config.calibration.texts and init.name in routers.BY_TEXT:
         raise ValueError(
-            "with router.init.name=hidden everything is measured on router.init.texts; leave calibration.texts out"
+            f"with router.init.name={init.name} everything is measured on router.init.texts; leave calibration.texts out"
         )
     for path in measured_texts(config):
         if not Path(path).is_file():

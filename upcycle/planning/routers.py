@@ -4,6 +4,7 @@
     independent N(0, std), a row for each expert; not exact when granularity > 1.
     clusters    one row for each balanced cluster of the router's inputs on text (clusters.py).
     hidden      means of hidden states per domain or donor, taken at the router's input: after the post-attention norm.
+    parts       zero for the anchor, and the discriminant of a part's documents from general text (text/parts.py).
     neurons     the gate row of a representative neuron of each expert (method `split`).
 
 A router is never zero: top-k of equal logits is unspecified and sends every token to the same experts. `weights` is
@@ -20,8 +21,10 @@ from torch import Tensor
 from upcycle.arch.spec import MoESpec
 from upcycle.planning import rng
 
-NAMES = ("auto", "normal", "virtual_group", "independent", "clusters", "hidden", "neurons")
-MEASURED = ("clusters", "hidden", "neurons")  # measured on text
+NAMES = ("auto", "normal", "virtual_group", "independent", "clusters", "hidden", "neurons", "parts")
+MEASURED = ("clusters", "hidden", "neurons", "parts")  # measured on text
+BY_TEXT = ("hidden", "parts")  # measured on texts of their own, router.init.texts
+AS_MEASURED = ("clusters", "parts")  # used without centring and scaling
 
 
 def normal(count: int, hidden: int, std: float, seed: int, layer: int) -> Tensor:

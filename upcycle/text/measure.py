@@ -2,6 +2,7 @@
 
 layers.L.rows    router rows of text clusters, or directions for rows: domain means, gate rows of representative neurons
 layers.L.order   the order of the neurons: first the shared expert's, then those of each expert
+layers.L.left    method part: shares of general tokens and of the part's that leave the anchor, of held-back text
 layers.L.mass    the mean, over tokens, of the sum of the chosen weights
 """
 
@@ -19,7 +20,7 @@ from upcycle.converting.make import Maker, router_rows
 from upcycle.io.checkpoint import Checkpoint, load_checked
 from upcycle.planning import request, routers
 from upcycle.planning.plan import UpcyclePlan
-from upcycle.text import clusters, observe
+from upcycle.text import clusters, observe, parts
 from upcycle.text import tokens as text
 
 Text = tuple[Tensor, Tensor]  # ids [sequence, token], and the domain of every token
@@ -53,6 +54,10 @@ def measure(
                 rows = view.ffn["gate" if plan.dense.gated else "up"][representatives].float()
         if init.name == "hidden":
             rows = observe.domain_means(x_TD, domain)
+        if init.name == "parts":
+            row_D, left = parts.row(x_TD[domain == 0], x_TD[domain == 1], getattr(torch, moe.dtype))
+            rows = torch.stack([torch.zeros_like(row_D), *[row_D] * (moe.copies - 1)])
+            measured[f"{prefix}.left"] = torch.tensor(left, dtype=torch.float64)
         if rows is not None:
             measured[f"{prefix}.rows"] = rows.contiguous()
         if plan.scale == "calibrated":
@@ -85,10 +90,12 @@ def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], given: Callable
     ids of `given`."""
     calibration, init = plan.config.calibration, plan.config.router.init
     texts = request.measured_texts(plan.config)
+    if init.name == "parts":
+        request.check_two(texts)
     if given is not None and not texts:
         ids = given()
         return ids, torch.zeros(ids.numel(), dtype=torch.int64)
-    groups = [(path,) for path in texts] if init.name == "hidden" else [texts]
+    groups = [(path,) for path in texts] if init.name in routers.BY_TEXT else [texts]
     share, length = max(1, calibration.tokens // len(groups)), min(calibration.sequence, plan.dense.longest)
     batches = [text.token_batches(checkpoints[0].folder, group, share, length, plan.dense.vocab) for group in groups]
     domain = torch.cat([torch.full((batch.numel(),), i) for i, batch in enumerate(batches)])

@@ -37,6 +37,7 @@ from upcycle.text import tokens as text
 
 PAIRS = 64  # up to this many experts the table of all pairs is written; above it only the STRONGEST pairs
 STRONGEST = 12
+BASE = "(base)"  # in place of a part's name, for choices of the anchor
 DTYPES = ("float32", "bfloat16", "float64")
 Experts = Annotated[int, Range(1, MAX_EXPERTS)]
 Cells = list[list[float | None]]
@@ -205,6 +206,7 @@ def describe(watches: Mapping[str, Watch], granularity: int, distances: Mapping[
             row["router_moved"] = distances[f"layers.{layer}.router"]
         rows.append(row)
         tables.append(plain(lift_NN) if first.experts <= PAIRS else None)
+    named = shares_of_parts(first.blocks[0][1].spec, watches)
     return {
         "kind": "routing",
         "experts": first.experts,
@@ -214,7 +216,23 @@ def describe(watches: Mapping[str, Watch], granularity: int, distances: Mapping[
         "layers": rows,
         "load": {name: plain(loads(watch.count_LN.cpu())) for name, watch in watches.items()},
         "together": tables,
+        **({"parts": named} if named else {}),
     }
+
+
+def shares_of_parts(spec: MoESpec, watches: Mapping[str, Watch]) -> dict[str, dict[str, float]]:
+    """Return for each domain the share of all choices that went to the base's own FFN and to each part."""
+    if not spec.parts:
+        return {}
+    found = {}
+    for domain, watch in watches.items():
+        share_N, first = watch.count_LN.double().sum(0) / watch.count_LN.sum(), 0
+        found[domain] = dict[str, float]()
+        for name, copies in ((BASE, 1), *spec.parts):
+            stop = first + copies * spec.granularity
+            found[domain][name] = float(f"{float(share_N[first:stop].sum()):.4g}")
+            first = stop
+    return found
 
 
 def loads(count_LN: Tensor) -> Tensor:
@@ -279,7 +297,7 @@ def spread(block: MoE, granularity: int) -> list[float]:
     distance_N = torch.zeros(experts, dtype=torch.float64)
     for part in range(granularity):
         squares_E, mean_square = torch.zeros(experts // granularity, dtype=torch.float64), 0.0
-        for stacked in block.experts.parameters():
+        for stacked in block.experts.whole():
             copies = stacked.detach()[part::granularity].double().flatten(1)
             mean = copies.mean(0)
             squares_E += (copies - mean).square().sum(1).cpu()
@@ -341,6 +359,7 @@ class Routed(TypedDict):
     layers: list[RoutedLayer]
     load: Mapping[str, Cells]
     together: list[Cells | None]
+    parts: NotRequired[Mapping[str, Mapping[str, float]]]  # of a model with parts: domain -> name -> share of choices
     tokens: Mapping[str, Count]
     checkpoint: str
     start: str
@@ -406,4 +425,6 @@ def table(found: Mapping[str, Any]) -> str:
         values = {name: get(row) for name, get in shown.items()}
         cells = (("" if value is None else f"{value:.4g}").rjust(len(name)) for name, value in values.items())
         lines.append(f"{int(row['layer']):>5}  " + "  ".join(cells))
+    for domain, shares in found.get("parts", {}).items():
+        lines.append(f"{domain} goes to " + ", ".join(f"{name} {share:.1%}" for name, share in shares.items()))
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from upcycle.arch.slots import Slot, expert_slots, ffn_slots
 from upcycle.arch.spec import ORDERS, SCORES, MoESpec
 from upcycle.arch.targets import common
 from upcycle.io import typed
+from upcycle.io.strict import short
 
 MODELING = Path(__file__).parent.parent / "remote" / "modeling_upcycled.py"  # copied into the output folder
 CONTEXT = 2048
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")  # of a part
 ABILITIES = Abilities(
     stock=False,
     blocks=frozenset({"pre", "post", "parallel", "sandwich"}),
@@ -72,6 +75,7 @@ class Upcycled(common.Target):
             normalize=typed.flag(config, "norm_topk_prob", True),
             output_scale=typed.number(config, "routed_scaling_factor", 1.0),
             dtype=d.dtype,
+            parts=parts_of(config, len(widths) // slices),
         )
         return common.checked(moe, self.can) if moe.layers else moe  # a model without MoE layers is a plain dense model
 
@@ -119,7 +123,32 @@ def keys(moe: MoESpec) -> dict[str, Any]:
         "output_router_logits": False,
         "router_aux_loss_coef": 0.01,
         **({"expert_slices": moe.slices} if moe.slices > 1 else {}),
+        **({"expert_parts": [list(part) for part in moe.parts]} if moe.parts else {}),
     }
+
+
+def parts_of(config: Config, copies: int) -> tuple[tuple[str, int], ...]:
+    """Return the name and the number of copies of each part; raise a ValueError unless they fit a model of `copies`."""
+    found = config.get("expert_parts")
+    if found is None:
+        return ()
+    pairs = found if isinstance(found, list) else [None]
+    right = [isinstance(pair, list) and list(map(type, pair)) == [str, int] and pair[1] > 0 for pair in pairs]
+    if not all(right) or sum(pair[1] for pair in pairs) != copies - 1:
+        raise ValueError(
+            f"config.json has expert_parts {short(found)}; it must be a list like [['law', 1]] whose numbers add up to "
+            f"{copies - 1}, the copies of an FFN without the first"
+        )
+    return tuple((check_name(name), count) for name, count in pairs)
+
+
+def check_name(name: str) -> str:
+    """Return a part's name; raise a ValueError unless it is a short word."""
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"a part is called {short(name)}; a name has 1 to 40 letters, digits, - and _, and begins with a letter"
+        )
+    return name
 
 
 def own(config: Config) -> dict[str, Any]:

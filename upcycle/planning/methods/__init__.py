@@ -79,6 +79,7 @@ class Needs:
     # the config's key=value that requires an order of neurons measured on text (neurons that fire together are
     # adjacent); else ""
     order: str = ""
+    part: str = ""  # the name of the part that all copies after the first are; else ""
 
     @property
     def mixes(self) -> bool:

@@ -1,0 +1,283 @@
+"""Parts: the base keeps its function, only the part learns, parts join and come out again, and strangers' are data."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.parity import tiny
+from tests.unit.training.test_data import jsonl, make_tokenizer, texts
+from training import api
+from training.checkpoint import layout, standalone
+from training.model.moe import MoE
+from training.model.stock.model import model_of
+from upcycle import api as upcycle_api
+from upcycle.cli.main import main
+from upcycle.converting import part
+from upcycle.io import publish
+from upcycle.io.disk import sha256
+from upcycle.text import parts as rows
+
+WORDS: dict[str, Any] = {
+    "steps": 3, "batch": 4, "micro_batch": 2, "data.sequence": 32, "schedule.warmup": 1, "schedule.peak": 0.01,
+    "model.dtype": "float32", "model.upcycle.calibration.sequence": 32, "device": "cpu",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, documents of two kinds, general text, and a part of each kind."""
+    folder = tmp_path_factory.mktemp("parts")
+    tiny.make("llama", folder / "base", vocab_size=400)
+    make_tokenizer(folder / "base", bos=False)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (folder / "base" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "base" / "NOTES.txt").write_text("a file that nothing reads")
+    jsonl(folder / "general.jsonl", texts(150, 0))
+    for name, seed in (("law", 1), ("code", 2)):
+        words = texts(40, seed)
+        drawn = random.Random(seed).sample(sorted(set(" ".join(words).split())), 4)
+        jsonl(folder / f"{name}.jsonl", [" ".join(random.Random(i).choices(drawn, k=80)) for i in range(60)])
+        made(folder, name, folder / name)
+    return folder
+
+
+def made(folder: Path, name: str, output: Path) -> Path:
+    paths = {"documents": folder / f"{name}.jsonl", "general": folder / "general.jsonl"}
+    return api.add(folder / "base", **paths, name=name, output=output, **WORDS)
+
+
+@pytest.fixture(scope="module")
+def joined(place: Path) -> Path:
+    return api.join(place / "base", place / "law", place / "code", output=place / "joined")
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {path.name: sha256(path) for path in folder.iterdir() if path.is_file()}
+
+
+def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    with layout.opened(folder) as origin, torch.no_grad():
+        model = model_of(origin.spec, experts="reference", compute=torch.float64)
+        return layout.load(model.double(), origin)(ids)
+
+
+def test_a_token_of_the_anchor_has_the_function_of_the_base_whatever_the_part_holds(place: Path, joined: Path) -> None:
+    ids = torch.randint(0, 400, (2, 24), generator=torch.Generator().manual_seed(0))
+    draw = torch.Generator().manual_seed(1)
+    with layout.opened(joined) as origin, torch.no_grad():
+        model = layout.load(model_of(origin.spec, experts="reference", compute=torch.float64).double(), origin)
+        blocks = [layer.ffn for layer in model.layers.values() if isinstance(layer.ffn, MoE)]
+        for block in blocks:
+            block.router.weight[block.spec.anchors :] = 0  # ties go to the anchor
+        stays = model(ids)
+        for block in blocks:
+            block.experts.up.normal_(generator=draw)
+        stays_too = model(ids)
+        for block in blocks:
+            block.router.weight[block.spec.anchors :].normal_(generator=draw)
+        leaves = model(ids)
+    assert torch.equal(stays, stays_too)
+    torch.testing.assert_close(stays, logits(place / "base", ids), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(leaves, stays), "the parts change nothing, so this test shows nothing"
+
+
+def test_only_the_copies_of_the_part_learn_and_nothing_else_has_a_state(place: Path) -> None:
+    run = place / "law.work" / "run"
+    before, after = (load_file(folder / "model.safetensors") for folder in (started(place), exported(place)))
+    moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    own = {name for name in before if any(f".experts.{i}." in name for i in range(4, 8))}
+    assert moved == own
+    saved = standalone.shards_of(run, None)
+    held = {name for name in saved.tensors if name.startswith("optimizer.state.")}
+    assert held and all(".experts.up" in name or ".experts.down" in name for name in held), held
+    assert not any("anchor" in name for name in held)
+
+
+def started(place: Path) -> Path:
+    """The folder of step 0, as convert would write it."""
+    output = place / "started"
+    if not output.exists():
+        texts_of = [str(place / "law.work" / f"{name}.jsonl") for name in ("general", "documents")]
+        settings = json.loads((place / "law.work" / "run" / "run.json").read_text())["model"]["upcycle"]
+        upcycle_api.convert({**settings, "router": {"init": {"texts": texts_of}}, "output": str(output)}, quiet=True)
+    return output
+
+
+def exported(place: Path) -> Path:
+    output = place / "exported"
+    if not output.exists():
+        api.export(place / "law.work" / "run", output)
+    return output
+
+
+def test_the_start_is_the_base_and_verify_holds(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(place / "base"), str(started(place)), "tokens=64"]) == 0
+    assert "held" in capsys.readouterr().out
+
+
+def test_what_was_joined_serves_with_the_numbers_of_transformers(joined: Path) -> None:
+    ids = torch.randint(0, 400, (1, 24), generator=torch.Generator().manual_seed(0))
+    stock = tiny.loaded(joined, torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(stock(ids).logits, logits(joined, ids), rtol=1e-5, atol=1e-5)
+    assert stock.config.expert_parts == [["law", 1], ["code", 1]]
+
+
+def test_one_part_alone_is_the_model_that_was_trained(place: Path, tmp_path: Path) -> None:
+    alone = api.join(place / "base", place / "law", output=tmp_path / "alone")
+    ours, trained = (load_file(folder / "model.safetensors") for folder in (alone, exported(place)))
+    assert ours.keys() == trained.keys() and all(torch.equal(ours[name], trained[name]) for name in ours)
+
+
+def test_the_last_part_out_leaves_every_byte_of_the_base(place: Path, joined: Path, tmp_path: Path) -> None:
+    without = api.remove(joined, "law", tmp_path / "without")
+    alone = api.join(place / "base", place / "code", output=tmp_path / "alone")
+    assert sha256(without / "model.safetensors") == sha256(alone / "model.safetensors")
+    assert (without / "config.json").read_bytes() == (alone / "config.json").read_bytes()
+    base = api.remove(without, "code", tmp_path / "base")
+    assert files(base) == files(place / "base")
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("phi3", {}), ("gpt_neox", {}), ("gemma2", {}), ("starcoder2", {}),
+        ("llama", {"intermediate_size": 100, "shards": 3}),  # slices of 50 neurons are padded
+        ("llama", {"dtype": torch.bfloat16, "tie_word_embeddings": True}),
+    ],
+)  # fmt: skip
+def test_the_base_comes_back_whatever_its_family(family: str, more: dict[str, Any], tmp_path: Path) -> None:
+    base = tiny.make(family, tmp_path / "base", vocab_size=400, **more)
+    with layout.online(*asked(base), reads=False) as origin:
+        spec, names = origin.spec, {stored.roles[0][0]: stored.name for stored in origin.tensors}
+        from upcycle.io.checkpoint import Checkpoint
+
+        with Checkpoint.open(base) as checkpoint:
+            about: part.Base = {"name": "base", "files": part.sums_of(checkpoint)}
+        part.write(tmp_path / "law", spec, "law", lambda role: origin.read(names[role]), about, [{"steps": 1}], [], {})  # type: ignore[arg-type]
+    joined = api.join(base, tmp_path / "law", output=tmp_path / "joined")
+    assert files(api.remove(joined, "law", tmp_path / "again")) == files(base)
+
+
+def asked(base: Path) -> tuple[Any, Any]:
+    from upcycle.config.reading import build
+    from upcycle.config.schema import UpcycleConfig
+
+    settings = {"source": str(base), "target": "upcycled", "method": {"name": "part", "part": "law"}, "granularity": 2, "top_k": 2}
+    zeros = lambda plan, _: {f"layers.{i}.rows": torch.zeros(2, plan.dense.hidden) for i in plan.moe.layers}  # noqa: E731
+    return build(UpcycleConfig, settings), zeros
+
+
+# ---- strangers
+
+
+def changed(place: Path, tmp_path: Path, **values: Any) -> Path:
+    """A copy of the part whose record says something else, with a sum that is right."""
+    folder = tmp_path / "stranger"
+    shutil.copytree(place / "law", folder)
+    record = json.loads((folder / "part.json").read_text()) | values
+    del record["sum"]
+    (folder / "part.json").write_bytes(publish.signed(record))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"name": "../law"}, "a name has 1 to 40 letters"),
+        ({"name": "<script>"}, "a name has 1 to 40 letters"),
+        ({"format": 2}, "install a newer upcycle"),
+        ({"copies": 2}, "has shape"),
+        ({"copies": 10**9}, "names no copies"),
+        ({"granularity": 2}, "has shape"),
+        ({"layers": [1]}, "wants"),
+        ({"layers": [1, 0]}, "names no copies, no layers"),
+        ({"layers": [0, 77]}, "layers"),
+        ({"dtype": "float16"}, "holds 'float16'"),
+        ({"base": {"name": "b", "files": {"config.json": "0"}}}, "give the base that it was made for"),
+        ({"trained": []}, "no training"),
+        ({"trained": [{"steps": "x"}]}, "steps"),
+        ({"files": {"../../x": {"bytes": 1, "sha256": ""}}}, "a part has part.safetensors alone"),
+    ],
+)
+def test_a_part_that_does_not_fit_is_refused_in_a_sentence(
+    values: dict[str, Any], says: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = changed(place, tmp_path, **values)
+    assert main(["join", str(place / "base"), str(folder), f"output={tmp_path / 'joined'}"]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1, said
+    assert not (tmp_path / "joined").exists()
+
+
+def test_bytes_that_changed_are_found(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "part"
+    shutil.copytree(place / "law", folder)
+    assert main(["verify", str(folder)]) == 0
+    with (folder / "part.safetensors").open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"\x01")
+    capsys.readouterr()
+    assert main(["verify", str(folder)]) == 1
+    assert "its sha256 differs" in capsys.readouterr().out
+    assert main(["join", str(place / "base"), str(folder), f"output={tmp_path / 'joined'}"]) == 2
+    assert "its sha256 differs" in capsys.readouterr().err and not (tmp_path / "joined").exists()
+
+
+def test_numbers_that_are_not_finite_are_refused(place: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "part"
+    shutil.copytree(place / "law", folder)
+    tensors = load_file(folder / "part.safetensors")
+    next(iter(tensors.values())).view(-1)[0] = float("nan")
+    save_file(tensors, folder / "part.safetensors")
+    record = json.loads((folder / "part.json").read_text())
+    del record["sum"]
+    record["files"] = publish.listed([folder / "part.safetensors"])
+    (folder / "part.json").write_bytes(publish.signed(record))
+    with pytest.raises(ValueError, match="not finite"):
+        api.join(place / "base", folder, output=tmp_path / "joined")
+
+
+def test_another_base_is_refused(place: Path, tmp_path: Path) -> None:
+    tiny.make("llama", tmp_path / "other", vocab_size=400, seed=5)
+    with pytest.raises(ValueError, match="give the base that it was made for"):
+        api.join(tmp_path / "other", place / "law", output=tmp_path / "joined")
+
+
+def test_a_name_that_is_there_twice_is_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="two parts are called law"):
+        api.join(place / "base", place / "law", place / "law", output=tmp_path / "joined")
+
+
+def test_a_part_that_is_not_there_is_refused(joined: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no part 'math'; it has law, code"):
+        api.remove(joined, "math", tmp_path / "x")
+
+
+# ---- rows
+
+
+def test_a_row_sends_a_parts_tokens_to_it_and_leaves_general_ones(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    shift = 3 * torch.randn(32, generator=draw)
+    general, new = (torch.randn(2048, 32, generator=draw) + shift for _ in range(2))
+    own = torch.randn(2048, 32, generator=draw) + shift + 1.0
+    for dtype in (torch.float32, torch.bfloat16):
+        row, left = rows.row(general, own, dtype)
+        assert torch.equal(row, row.to(dtype).float())
+        assert left[0] <= rows.MARGIN and left[1] > 0.9
+        assert float((new @ row > 0).double().mean()) < 3 * rows.MARGIN
+
+
+def test_general_text_is_asked_for(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"documents={place / 'law.jsonl'}", "name=law", f"output={tmp_path / 'law'}"]
+    assert main(["add", str(place / "base"), *words]) == 2
+    assert "write general=FOLDER" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -1,0 +1,46 @@
+"""Make a part: new copies of a model's FFNs that learn your documents, while the model itself stays as it is.
+
+usage: upcycle add MODEL documents=FOLDER general=FOLDER name=NAME output=FOLDER [key=value ...]
+
+  upcycle add ./llama documents=book.txt general=other-book.txt name=book output=parts/book
+  upcycle add ./llama documents=book.txt general=other-book.txt name=book output=parts/short steps=100 batch=8
+  upcycle verify ./llama parts/book                      # its bytes, and whether it fits
+  upcycle join ./llama parts/book output=joined          # a model that serves
+
+A router in each layer sends tokens like those of the documents to the new copies. It learns from `general` which tokens
+stay with the model's own FFN: at most 1 % of general tokens may leave it. A token that stays in all layers has exactly
+the model's function. The part is a small folder without the base. The training is the ready config `part`, and further
+keys change it (docs/config.md). OUTPUT.work keeps the run; the same command continues it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from upcycle.cli import frame
+
+
+@frame.command(resumes=True)
+def main(words: Sequence[str]) -> int:
+    from training.parts.add import AddConfig, add, configured
+    from training.run.stop import Stopped
+    from upcycle.config.reading import read_own
+    from upcycle.converting import part
+
+    names, keys = frame.names_and_words(words)
+    if names and not any(word.startswith("model=") for word in keys):
+        keys.append(f"model={names.pop(0)}")
+    if names:
+        raise ValueError(f"add got {names[0]!r} after the model; write key=value, as in documents=FOLDER")
+    asked, rest = read_own(AddConfig, keys)
+    configured(asked, rest, Path(f"{asked.output}.work"))  # refuse an unknown key first
+    try:
+        folder = add(asked, rest)
+    except Stopped as stopped:
+        print(f"{asked.output}.work/run {stopped}; the same command continues from there")
+        return 75
+    for name, value in part.described(part.open_part(folder)):
+        print(frame.printable(f"{name:<14} {value}"))
+    print(f"\n{folder} is complete. Join it: upcycle join {asked.model} {folder} output=FOLDER")
+    return 0

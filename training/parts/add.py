@@ -1,0 +1,151 @@
+"""Make a part: train new copies of a model's FFNs on documents, and write them as a small folder.
+
+    OUTPUT.work/documents.jsonl, general.jsonl   samples that the router's rows are measured on
+    OUTPUT.work/data, general                    token shards: to train on, and to see that general text stays
+    OUTPUT.work/run                              the training run, which resumes
+    OUTPUT/                                      the part
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from training.checkpoint import standalone
+from training.checkpoint.export import Weights, facts_of
+from training.config.reading import upcycle_config
+from training.config.schema import TrainConfig
+from training.config.stages import stages_of
+from training.data.prepare import PrepareConfig, prepare
+from training.experts import SPECIFICATION
+from training.model.stock.model import model_of
+from training.run import loop
+from upcycle.arch.spec import MoESpec
+from upcycle.arch.targets.upcycled import check_name
+from upcycle.config.reading import read
+from upcycle.config.ready import TRAIN
+from upcycle.converting import card, part
+from upcycle.io import disk
+from upcycle.io.checkpoint import Checkpoint, load_checked, pinned
+from upcycle.io.job import Worker
+from upcycle.text import tokens
+
+CHARACTERS = 10  # of a sample for each token that is measured; no tokenizer needs as many
+FILES = 200  # that a sample reads at once
+PIECE = 4000  # characters of a document that a sample takes, so that it has many documents
+
+
+@dataclass(frozen=True)
+class AddConfig:
+    model: str = ""  # the base's folder or Hub id; the first word
+    documents: str = ""  # a folder or a file of the text to learn: .txt, .jsonl or .jsonl.zst
+    # a folder or a file of text of the kind that the model must not change on: its tokens stay with the model's own FFN
+    general: str = ""
+    name: str = ""  # the part's name, a word such as law
+    output: str = ""  # the part's folder
+
+    def check(self) -> None:
+        for key, example in (("model", "./llama"), ("documents", "./law"), ("name", "law"), ("output", "parts/law")):
+            if not getattr(self, key):
+                start = "the first word" if key == "model" else f"{key}={example}"
+                raise ValueError(f"{key} is not set; write {start}")
+        if not self.general:
+            raise ValueError(
+                "general is not set; write general=FOLDER, with text of every kind that must not change: a router learns "
+                "from it which tokens stay with the model"
+            )
+        check_name(self.name)
+        if Path(self.output).exists():
+            raise ValueError(f"{self.output} exists already; remove it or choose another output")
+
+
+def add(asked: AddConfig, words: Sequence[str] = ()) -> Path:
+    """Make the part `asked.output` and return it; `words` change the training config `part`. A stopped run resumes."""
+    asked.check()
+    output, work = Path(asked.output), Path(f"{asked.output}.work")
+    texts = {"documents": files(asked.documents), "general": files(asked.general)}
+    calibration = upcycle_config(configured(asked, words, work).model).calibration
+    disk.make_folder(work)
+    for name, paths in texts.items():
+        sample(paths, work / f"{name}.jsonl", calibration.tokens * CHARACTERS)
+    few = max(calibration.sequence, 1) * (enough(asked.model, work, calibration.tokens) // calibration.sequence)
+    config = configured(asked, [*words, f"model.upcycle.calibration.tokens={few or calibration.tokens}"], work)
+    sources = {"data": [str(path) for path in texts["documents"]], "general": [str(work / "general.jsonl")]}
+    for name, places in sources.items():
+        prepare(PrepareConfig(str(work / name), asked.model, tuple(places)), Worker.here())
+    loop.train(config)
+    return write(work / "run", asked, output)
+
+
+def configured(asked: AddConfig, words: Sequence[str], work: Path) -> TrainConfig:
+    """Return the training config of a part: the ready one with its own model, texts and folders, and then `words`."""
+    texts = [str(work / "general.jsonl"), str(work / "documents.jsonl")]
+    own = [
+        f"model.upcycle.source={asked.model}", f"model.upcycle.method.part={asked.name}", f"output={work / 'run'}",
+        f"model.upcycle.router.init.texts={json.dumps(texts)}", f"data.train={json.dumps([str(work / 'data')])}",
+        f"data.valid={json.dumps([str(work / 'general')])}",
+    ]  # fmt: skip
+    config = read(TrainConfig, "part", [*own, *words], TRAIN)
+    stages_of(config)
+    return config
+
+
+def files(place: str) -> list[Path]:
+    """Return the text files of a folder, or the file itself."""
+    path = Path(place)
+    found = sorted(each for each in path.rglob("*") if each.name.endswith(tokens.SUFFIXES)) if path.is_dir() else [path]
+    if not found:
+        raise ValueError(f"{place} has no text; a text file's name ends in {', '.join(tokens.SUFFIXES)}")
+    return found
+
+
+def sample(paths: Sequence[Path], target: Path, characters: int) -> None:
+    """Write pieces of documents, one of each file in turn, until there are so many characters or no more documents."""
+    left, lines = characters, list[str]()
+    readers = [pieces(path) for path in paths[:: -(-len(paths) // FILES)]]
+    while readers and left > 0:
+        found = [next(reader, "") for reader in readers]
+        readers = [reader for reader, piece in zip(readers, found, strict=True) if piece]
+        lines += [json.dumps({"text": piece}) + "\n" for piece in found if piece]
+        left -= sum(map(len, found))
+    disk.write_atomic(target, "".join(lines).encode())
+
+
+def pieces(path: Path) -> Iterator[str]:
+    """Yield pieces of a file's documents: few of each, or all of a .txt, which is one document."""
+    for text in tokens.documents([path]):
+        yield from (text[at : at + PIECE] for at in range(0, len(text), PIECE)[: None if path.suffix == ".txt" else 2])
+
+
+def enough(model: str, work: Path, count: int) -> int:
+    """Return how many tokens both samples have together to measure on, at most `count`."""
+    with Checkpoint.open(model) as base:
+        encode = tokens.encoder(base.folder)
+    found = []
+    for name in ("documents", "general"):
+        ids = (id for text in tokens.documents([work / f"{name}.jsonl"]) for id in encode(text))
+        found.append(sum(1 for _ in islice(ids, count // 2)))
+    return 2 * min(found)
+
+
+# ---- the part of a trained run
+
+
+def write(run: Path, asked: AddConfig, output: Path) -> Path:
+    """Write the part that a run trained."""
+    origin, saved = standalone.kept(run), standalone.shards_of(run, None)
+    assert isinstance(origin.spec, MoESpec)
+    with torch.device("meta"):
+        model = model_of(origin.spec, experts=SPECIFICATION, compute=torch.float32)
+    with Checkpoint.open(asked.model) as base:
+        record: part.Base = {"name": pinned(asked.model, base.folder), "files": part.sums_of(base)}
+        terms = card.terms(base.folder)
+    facts, measured = facts_of(run, saved.step), load_checked(run / standalone.FOLDER / standalone.OBSERVED)
+    left = [(float(a), float(b)) for a, b in (measured[f"layers.{layer}.left"] for layer in origin.spec.layers)]
+    weights = Weights(model, saved)
+    return part.write(output, origin.spec, asked.name, weights.role, record, [facts], left, terms)

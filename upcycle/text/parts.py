@@ -1,0 +1,64 @@
+"""Make a router row for a part: positive for tokens like those of its documents, negative for general text.
+
+The row is Fisher's discriminant between the router's inputs on both texts. A router has no bias, so the threshold lies
+along the direction in which all tokens are near 1. Held-back general text sets it: at most MARGIN of its tokens may
+leave the anchor, whose logit is 0.
+
+Shapes: T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MARGIN = 0.01  # share of general tokens that may leave the anchor in a layer
+LEAST = 512  # tokens of each text
+HELD = 4  # one of so many tokens is held back for the threshold
+RIDGE = 1e-2  # of the mean variance, added to each direction's
+SPREAD = 1.0  # standard deviation of general tokens' logits, so that rows of several parts can be compared
+RAISES = 500
+RAISE = 0.02  # step of the threshold, in that unit, where rounding the row let more tokens through
+
+
+@torch.no_grad()
+def row(general_TD: Tensor, own_TD: Tensor, dtype: torch.dtype) -> tuple[Tensor, tuple[float, float]]:
+    """Return a float32 row whose numbers are exact in `dtype`, and the shares of held-back general tokens and of
+    held-back tokens of the part that leave the anchor."""
+    if min(len(general_TD), len(own_TD)) < LEAST:
+        raise ValueError(
+            f"a part's rows are measured on {len(general_TD)} tokens of general text and {len(own_TD)} of its documents; "
+            f"give at least {LEAST} of each (calibration.tokens is of both)"
+        )
+    seen, held = zip(*(halves(x_TD.double()) for x_TD in (general_TD, own_TD)), strict=True)
+    means = [x_TD.mean(0) for x_TD in seen]
+    apart_TD = torch.cat([x_TD - mean_D for x_TD, mean_D in zip(seen, means, strict=True)])
+    spread_DD = ridged(apart_TD.T @ apart_TD / len(apart_TD))
+    away_D = torch.linalg.solve(spread_DD, means[1] - means[0])
+    whole_TD = torch.cat(seen)
+    one_D = torch.linalg.solve(ridged(whole_TD.T @ whole_TD / len(whole_TD)), whole_TD.mean(0))
+    away_D = away_D * (SPREAD / (seen[0] @ away_D).std().clamp_min(1e-12))
+    general_T, constant_T = held[0] @ away_D, (held[0] @ one_D).clamp_min(0.1)
+    price = torch.quantile(general_T / constant_T, 1 - MARGIN)
+    for _ in range(RAISES):
+        found_D = (away_D - price * one_D).to(dtype).double()
+        left = [float((x_TD @ found_D > 0).double().mean()) for x_TD in held]
+        if left[0] <= MARGIN:
+            return found_D.float(), (left[0], left[1])
+        price += RAISE * SPREAD
+    raise ValueError(
+        f"{left[0]:.1%} of general tokens go to the part and at most {MARGIN:.0%} may; give general text and documents "
+        "that differ"
+    )
+
+
+def halves(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens to fit on, and those held back: the last ones, which are other documents."""
+    last = len(x_TD) // HELD
+    return x_TD[:-last], x_TD[-last:]
+
+
+def ridged(square_DD: Tensor) -> Tensor:
+    """Return a matrix of second moments that can be inverted."""
+    size = len(square_DD)
+    return square_DD + RIDGE * square_DD.diagonal().mean() * torch.eye(size, dtype=square_DD.dtype)
