@@ -206,7 +206,9 @@ def understood(command: str) -> str:
     elif name == "study":
         read_study(file, keys)
     elif name in ("add", "join", "remove"):
-        kind, *places = {"add": (AddConfig, "model"), "join": (JoinKeys, "base"), "remove": (RemoveKeys, "folder")}[name]
+        kind, *places = {"add": (AddConfig, "model"), "join": (JoinKeys, "base"), "remove": (RemoveKeys, "folder")}[
+            name
+        ]
         own, rest = read_own(kind, [f"{places[0]}={file}", *[word for word in keys if "=" in word]])
         assert own.output and (name == "add" or not rest), command
     elif name == "launch":

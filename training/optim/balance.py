@@ -33,16 +33,14 @@ TOGETHER = 2**25  # logits whose statistics are computed at once: 128 MiB
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    # weight of the balance loss; 1e-3 to 1e-2 are best for upcycling, and without it experts die (arXiv 2410.07524).
-    # With balanced first rows (router.init.name=clusters) leaving it out changed nothing in 13 M tokens
+    # weight of the balance loss; 1e-3 to 1e-2 are best for upcycling, and without it experts die (arXiv 2410.07524)
     aux_weight: float = 0.01
     # the tokens whose load is balanced: micro_batch | sequence (each sequence separately, strict) | global: all ranks
     # and the step's micro-batches so far, so that a micro-batch of one domain may prefer its experts (arXiv 2501.11873)
     aux_scope: str = "global"
     z_weight: float = 0.0  # weight of the z-loss, which keeps logits small; 1e-3 changed nothing in upcycling
     bias_rate: float = 0.0  # rate of DeepSeek-V3's selection bias, for example 1e-3; use it with aux_weight 1e-4 or 0
-    # 0: no token is dropped; 1: an expert takes as many tokens as in perfect balance, which cost 0.04 nats on
-    # SmolLM2-135M (1.25: 0.002 to 0.005, 2: nothing; docs/science.md)
+    # 0: no token is dropped; 1: an expert takes as many tokens as in perfect balance (docs/choose.md: costs)
     capacity_factor: float = 0.0
     # which tokens a full expert keeps: probability (highest weight) | position (first come)
     drop_policy: str = "probability"

@@ -1,9 +1,9 @@
 """Make a part: train new copies of a model's FFNs on documents, and write them as a small folder.
 
-    OUTPUT.work/documents.jsonl, general.jsonl   samples that the router's rows are measured on
-    OUTPUT.work/data, general                    token shards: to train on, and to see that general text stays
-    OUTPUT.work/run                              the training run, which resumes
-    OUTPUT/                                      the part
+OUTPUT.work/documents.jsonl, general.jsonl   samples that the router's rows are measured on
+OUTPUT.work/data, general                    token shards: to train on, and to see that general text stays
+OUTPUT.work/run                              the training run, which resumes
+OUTPUT/                                      the part
 """
 
 from __future__ import annotations

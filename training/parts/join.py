@@ -89,6 +89,7 @@ def check_together(parts: Sequence[Part]) -> None:
 @contextmanager
 def based(base: str, parts: Sequence[Part]) -> Iterator[Origin]:
     """Open the model of a base with room for parts; it reads what is the base's."""
+
     def nothing(plan: UpcyclePlan, _: Sequence[Checkpoint]) -> Mapping[str, Tensor]:
         return {f"layers.{layer}.rows": torch.zeros(plan.moe.copies, plan.dense.hidden) for layer in plan.moe.layers}
 
@@ -183,7 +184,12 @@ def remove(place: str, name: str, output: str) -> Path:
 
 
 def without(
-    origin: Origin, moe: MoESpec, manifest: Mapping[str, Any], name: str, left: tuple[tuple[str, int], ...], folder: Path
+    origin: Origin,
+    moe: MoESpec,
+    manifest: Mapping[str, Any],
+    name: str,
+    left: tuple[tuple[str, int], ...],
+    folder: Path,
 ) -> Path:
     """Write a joined folder with the parts that are left; their tensors stay as they are."""
     first, gone = part.first_of(moe, name), dict(moe.parts)[name] * moe.granularity
@@ -243,7 +249,9 @@ def write_weights(target: Path, head: bytes, origin: Origin, config: Mapping[str
     family = registry.family(config.get("model_type"))
     dense = family.read(config)
     stored = {each.name: each for each in layout.dense_tensors(dense, family.sources(dense))}
-    entries = {name: line for name, line in strict.parse_object(head[8:], target, digits=20).items() if name != METADATA}
+    entries = {
+        name: line for name, line in strict.parse_object(head[8:], target, digits=20).items() if name != METADATA
+    }
     if unknown := sorted(entries.keys() - stored.keys()):
         raise ValueError(
             f"{target.name} of the base has {short(unknown[0])}, which no model of this kind uses, so the joined folder "

@@ -13,13 +13,14 @@ from upcycle.config.values import LENGTH, TOKENS, Rule, at_least, check_values, 
 class RouterInit:
     # normal, virtual_group: random rows from N(0, std), one for each copy | independent: one for each expert |
     # clusters: balanced clusters of text, one for each copy | hidden: means of hidden states, one text per copy |
-    # neurons: one representative neuron for each expert | auto: clusters if the router chooses in each slice and there
+    # neurons: one representative neuron for each expert | parts: for method part | auto: clusters if the router chooses in each slice and there
     # is text (calibration.texts, or the training data), else normal
     name: str = "auto"
     # standard deviation of the rows; 0.01 keeps that of the logits below 1 up to a hidden size of 8192; for hidden and
     # neurons: of a row's elements; clusters ignores it
     std: float = 0.01
-    texts: tuple[str, ...] = ()  # for hidden: one file per copy (a domain, or a donor's data)
+    # for hidden: one file per copy (a domain, or a donor's data); for parts: general text, and the part's
+    texts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         why = "because equal logits send every token to the same experts, and infinite logits cannot be routed"

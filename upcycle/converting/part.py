@@ -171,7 +171,9 @@ def check_fits(part: Part, moe: MoESpec, base: str) -> None:
             )
     for name, entry in part.entries.items():
         if entry.dtype != part.record["dtype"]:
-            raise ValueError(f"{name} of {part.folder / TENSORS} is {entry.dtype}, not {part.record['dtype']}; {COPY_AGAIN}")
+            raise ValueError(
+                f"{name} of {part.folder / TENSORS} is {entry.dtype}, not {part.record['dtype']}; {COPY_AGAIN}"
+            )
 
 
 def first_of(moe: MoESpec, name: str) -> int:
@@ -216,7 +218,8 @@ def write(
     roles, partial = dict(tensors(moe, name)), folder.with_name(f"{folder.name}.partial")
     rows = (count, moe.dense.hidden)
     outputs = [
-        Output(key, rows if key.endswith("router.weight") else moe.shape(of), moe.dtype, ()) for key, of in roles.items()
+        Output(key, rows if key.endswith("router.weight") else moe.shape(of), moe.dtype, ())
+        for key, of in roles.items()
     ]
     shutil.rmtree(partial, ignore_errors=True)
     disk.make_folder(partial)
@@ -276,4 +279,7 @@ def page(record: Record, size: int, terms: Mapping[str, Any]) -> str:
         f"    upcycle join {card.inert(base)} THIS-FOLDER output=joined", "",
         "| | |", "|---|---|", *(f"| {key} | {card.inert(value)} |" for key, value in rows_of(record, size)), "",
     ]  # fmt: skip
-    return f"---\n{card.metadata([record['base']['name']], {'model_type': 'upcycled'}, terms, ['moe', 'part'])}\n---\n" + "\n".join(lines)
+    return (
+        f"---\n{card.metadata([record['base']['name']], {'model_type': 'upcycled'}, terms, ['moe', 'part'])}\n---\n"
+        + "\n".join(lines)
+    )

@@ -171,7 +171,13 @@ def asked(base: Path) -> tuple[Any, Any]:
     from upcycle.config.reading import build
     from upcycle.config.schema import UpcycleConfig
 
-    settings = {"source": str(base), "target": "upcycled", "method": {"name": "part", "part": "law"}, "granularity": 2, "top_k": 2}
+    settings = {
+        "source": str(base),
+        "target": "upcycled",
+        "method": {"name": "part", "part": "law"},
+        "granularity": 2,
+        "top_k": 2,
+    }
     zeros = lambda plan, _: {f"layers.{i}.rows": torch.zeros(2, plan.dense.hidden) for i in plan.moe.layers}  # noqa: E731
     return build(UpcycleConfig, settings), zeros
 
