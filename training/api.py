@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from training.estimating.recommend import RecommendConfig
 from training.estimating.recommend import recommend as recommend_arms
 from training.experts import SPECIFICATION
 from training.model.stock.model import model_of
+from training.parallel.processes import processes, rank
 from training.parts import join as joining
 from training.parts.add import AddConfig
 from training.parts.add import add as add_part
-from training.parallel.processes import processes, rank
 from training.run import loop
 from upcycle.config.reading import config_of
 from upcycle.config.ready import TRAIN
@@ -97,7 +97,12 @@ def add(
     change the ready config `part`.
     """
     asked = AddConfig(fspath(model), fspath(documents), fspath(general), name, fspath(output))
-    return add_part(asked, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+    return make_part(asked, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+
+
+def make_part(asked: AddConfig, words: Sequence[str]) -> Path:
+    """Make a part with a training config that words change, as `upcycle add` does."""
+    return add_part(asked, words, loop.train)
 
 
 def join(base: str | PathLike[str], *parts: str | PathLike[str], output: str | PathLike[str]) -> Path:

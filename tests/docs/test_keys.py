@@ -31,18 +31,18 @@ from evaluation.studies.plan import StudyConfig
 from evaluation.studies.sample import SampleConfig
 from examples import demo
 from training.cli.export import ExportKeys
+from training.cli.join import JoinKeys
 from training.cli.launch import LaunchKeys
 from training.cli.prepare import PrepareKeys
+from training.cli.remove import RemoveKeys
 from training.config.schema import StageConfig, TrainConfig
 from training.data.mixture import TrainSource, ValidSource
 from training.data.prepare import PrepareConfig
 from training.estimating.bench import BenchConfig
-from training.cli.join import JoinKeys
-from training.cli.remove import RemoveKeys
-from training.parts.add import AddConfig
 from training.estimating.estimate import EstimateConfig
 from training.estimating.measure import MeasureConfig
 from training.estimating.recommend import RecommendConfig
+from training.parts.add import AddConfig
 from upcycle import plugin
 from upcycle.cli.inspect import InspectKeys
 from upcycle.cli.main import COMMANDS

@@ -23,7 +23,8 @@ from upcycle.cli import frame
 
 @frame.command(resumes=True)
 def main(words: Sequence[str]) -> int:
-    from training.parts.add import AddConfig, add, configured
+    from training.api import make_part
+    from training.parts.add import AddConfig, configured
     from training.run.stop import Stopped
     from upcycle.config.reading import read_own
     from upcycle.converting import part
@@ -36,7 +37,7 @@ def main(words: Sequence[str]) -> int:
     asked, rest = read_own(AddConfig, keys)
     configured(asked, rest, Path(f"{asked.output}.work"))  # refuse an unknown key first
     try:
-        folder = add(asked, rest)
+        folder = make_part(asked, rest)
     except Stopped as stopped:
         print(f"{asked.output}.work/run {stopped}; the same command continues from there")
         return 75

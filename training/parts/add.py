@@ -9,7 +9,7 @@ OUTPUT/                                      the part
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,6 @@ from training.config.stages import stages_of
 from training.data.prepare import PrepareConfig, prepare
 from training.experts import SPECIFICATION
 from training.model.stock.model import model_of
-from training.run import loop
 from upcycle.arch.spec import MoESpec
 from upcycle.arch.targets.upcycled import check_name
 from upcycle.config.reading import read
@@ -56,15 +55,15 @@ class AddConfig:
                 raise ValueError(f"{key} is not set; write {start}")
         if not self.general:
             raise ValueError(
-                "general is not set; write general=FOLDER, with text of every kind that must not change: a router learns "
-                "from it which tokens stay with the model"
+                "general is not set; write general=FOLDER, with text of every kind that must not change: a router "
+                "learns from it which tokens stay with the model"
             )
         check_name(self.name)
         if Path(self.output).exists():
             raise ValueError(f"{self.output} exists already; remove it or choose another output")
 
 
-def add(asked: AddConfig, words: Sequence[str] = ()) -> Path:
+def add(asked: AddConfig, words: Sequence[str], train: Callable[[TrainConfig], object]) -> Path:
     """Make the part `asked.output` and return it; `words` change the training config `part`. A stopped run resumes."""
     asked.check()
     output, work = Path(asked.output), Path(f"{asked.output}.work")
@@ -78,7 +77,7 @@ def add(asked: AddConfig, words: Sequence[str] = ()) -> Path:
     sources = {"data": [str(path) for path in texts["documents"]], "general": [str(work / "general.jsonl")]}
     for name, places in sources.items():
         prepare(PrepareConfig(str(work / name), asked.model, tuple(places)), Worker.here())
-    loop.train(config)
+    train(config)
     return write(work / "run", asked, output)
 
 

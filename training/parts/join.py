@@ -254,8 +254,8 @@ def write_weights(target: Path, head: bytes, origin: Origin, config: Mapping[str
     }
     if unknown := sorted(entries.keys() - stored.keys()):
         raise ValueError(
-            f"{target.name} of the base has {short(unknown[0])}, which no model of this kind uses, so the joined folder "
-            "does not have it; take the base from where you have it"
+            f"{target.name} of the base has {short(unknown[0])}, which no model of this kind uses, so the joined "
+            "folder does not have it; take the base from where you have it"
         )
     with disk.Stream(target) as stream:
         stream.write(head)

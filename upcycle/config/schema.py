@@ -13,8 +13,8 @@ from upcycle.config.values import LENGTH, TOKENS, Rule, at_least, check_values, 
 class RouterInit:
     # normal, virtual_group: random rows from N(0, std), one for each copy | independent: one for each expert |
     # clusters: balanced clusters of text, one for each copy | hidden: means of hidden states, one text per copy |
-    # neurons: one representative neuron for each expert | parts: for method part | auto: clusters if the router chooses in each slice and there
-    # is text (calibration.texts, or the training data), else normal
+    # neurons: one representative neuron for each expert | parts: for method part | auto: clusters if the router chooses
+    # in each slice and there is text (calibration.texts, or the training data), else normal
     name: str = "auto"
     # standard deviation of the rows; 0.01 keeps that of the logits below 1 up to a hidden size of 8192; for hidden and
     # neurons: of a row's elements; clusters ignores it

@@ -103,7 +103,7 @@ def open_part(folder: str | Path) -> Part:
     """Open a part, and check its record; raise a ValueError of one sentence for what is not one."""
     folder, path = Path(folder), Path(folder) / RECORD
     if not path.is_file():
-        raise ValueError(f"{folder} has no {RECORD}, so it is no part; name a folder that upcycle add wrote")
+        raise ValueError(f"{folder} has no {RECORD}, so it is not a part; name a folder that upcycle add wrote")
     record = publish.unsigned(strict.read_object(path), path, COPY_AGAIN)
     found = cast(Record, strict.held(record, Record, str(path)))
     if found["format"] != 1:
@@ -111,7 +111,7 @@ def open_part(folder: str | Path) -> Part:
     check_name(found["name"])
     sizes = found["copies"], found["granularity"]
     ascending = found["layers"] == sorted(set(found["layers"])) and found["layers"]
-    if not (1 <= min(sizes) and max(sizes) <= MOST and ascending and found["trained"]):
+    if not (min(sizes) >= 1 and max(sizes) <= MOST and ascending and found["trained"]):
         raise ValueError(f"{path} names no copies, no layers or no training; {COPY_AGAIN}")
     if set(found["files"]) != {TENSORS}:
         raise ValueError(f"{path} lists {short(sorted(found['files']))}; a part has {TENSORS} alone")
@@ -151,8 +151,8 @@ def check_base(part: Part, base: str, sums: Mapping[str, str]) -> None:
     wrong = [name for name in sorted(known.keys() | sums.keys()) if known.get(name) != sums.get(name)]
     if wrong:
         raise ValueError(
-            f"{part.folder} was made for {short(part.record['base']['name'])}, and {wrong[0]} of {base} has other bytes; "
-            "give the base that it was made for, or move the part with upcycle upgrade"
+            f"{part.folder} was made for {short(part.record['base']['name'])}, and {wrong[0]} of {base} has other "
+            "bytes; give the base that it was made for"
         )
 
 
@@ -260,12 +260,14 @@ def described(part: Part) -> list[tuple[str, str]]:
 
 def rows_of(record: Record, size: int) -> list[tuple[str, str]]:
     left = record.get("left", [])
-    shares = [sum(values) / len(left) for values in zip(*left, strict=True)]
+    shares = [sum(values) / len(left) for values in zip(*left, strict=True)] or [0.0, 0.0]
+    said = f"{shares[1]:.0%} of its tokens and {shares[0]:.1%} of general ones leave the anchor, the mean over layers"
+    starts = [("at the start", said)] if left else []
     return [
         ("base", public_name(record["base"]["name"])),
         ("copies", f"{record['copies']} of {record['granularity']} slices, in {len(record['layers'])} layers"),
         ("on disk", f"{card.human(size, 'B')}, {record['dtype']}"),
-        *([("at the start", f"{shares[1]:.0%} of its tokens and {shares[0]:.1%} of general ones leave the anchor")] if left else []),
+        *starts,
         *card.learned(record["trained"]),
     ]  # fmt: skip
 
@@ -275,7 +277,7 @@ def page(record: Record, size: int, terms: Mapping[str, Any]) -> str:
     base = public_name(record["base"]["name"])
     lines = [
         f"# Part {record['name']} of {card.inert(base)}", "",
-        "New copies of the FFNs and router rows, and no base model. Join it to the base whose files part.json names:", "",
+        "New copies of the FFNs and router rows, without the base. Join it to the base whose files part.json names:", "",
         f"    upcycle join {card.inert(base)} THIS-FOLDER output=joined", "",
         "| | |", "|---|---|", *(f"| {key} | {card.inert(value)} |" for key, value in rows_of(record, size)), "",
     ]  # fmt: skip

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from upcycle import plugin
-from upcycle.arch.targets import upcycled
 from upcycle.arch.spec import BYTES, MAX_EXPERTS, Choice, DenseSpec, MoESpec, Order
+from upcycle.arch.targets import upcycled
 from upcycle.config.schema import SizedConfig, UpcycleConfig
 from upcycle.planning import methods, routers
 from upcycle.planning.methods import Method, Sizes
@@ -333,8 +333,8 @@ def check_two(texts: Sequence[str]) -> None:
     """Raise a ValueError unless there are the two texts that a part's router rows are measured on."""
     if len(texts) != 2:
         raise ValueError(
-            f"router.init.texts has {len(texts)} files; method part needs two: general text, which stays at the anchor, "
-            "and the part's documents"
+            f"router.init.texts has {len(texts)} files; method part needs two: general text, which stays at the "
+            "anchor, and the part's documents"
         )
 
 
@@ -357,7 +357,8 @@ def check_text(config: UpcycleConfig, kind: str | float, method: Method, folder:
         )
     if config.calibration.texts and init.name in routers.BY_TEXT:
         raise ValueError(
-            f"with router.init.name={init.name} everything is measured on router.init.texts; leave calibration.texts out"
+            f"with router.init.name={init.name} everything is measured on router.init.texts; leave calibration.texts "
+            "out"
         )
     for path in measured_texts(config):
         if not Path(path).is_file():

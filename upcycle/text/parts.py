@@ -27,8 +27,8 @@ def row(general_TD: Tensor, own_TD: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     held-back tokens of the part that leave the anchor."""
     if min(len(general_TD), len(own_TD)) < LEAST:
         raise ValueError(
-            f"a part's rows are measured on {len(general_TD)} tokens of general text and {len(own_TD)} of its documents; "
-            f"give at least {LEAST} of each (calibration.tokens is of both)"
+            f"a part's rows are measured on {len(general_TD)} tokens of general text and {len(own_TD)} of its "
+            f"documents; give at least {LEAST} of each (calibration.tokens is of both)"
         )
     seen, held = zip(*(halves(x_TD.double()) for x_TD in (general_TD, own_TD)), strict=True)
     means = [x_TD.mean(0) for x_TD in seen]

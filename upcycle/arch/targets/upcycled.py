@@ -132,7 +132,7 @@ def parts_of(config: Config, copies: int) -> tuple[tuple[str, int], ...]:
     found = config.get("expert_parts")
     if found is None:
         return ()
-    pairs = found if isinstance(found, list) else [None]
+    pairs: list[Any] = found if isinstance(found, list) else [None]
     right = [isinstance(pair, list) and list(map(type, pair)) == [str, int] and pair[1] > 0 for pair in pairs]
     if not all(right) or sum(pair[1] for pair in pairs) != copies - 1:
         raise ValueError(
