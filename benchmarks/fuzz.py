@@ -56,13 +56,16 @@ from evaluation.facts.suite import WriteConfig
 from evaluation.judge.experts.routing import RoutingConfig
 from evaluation.studies import sample
 from evaluation.studies.plan import StudyConfig
+from training.cli.join import JoinKeys
 from training.cli.launch import LaunchKeys
 from training.cli.prepare import PrepareKeys
+from training.cli.remove import RemoveKeys
 from training.config.schema import TrainConfig
 from training.data.prepare import PrepareConfig
 from training.estimating.bench import BenchConfig
 from training.estimating.estimate import EstimateConfig
 from training.estimating.recommend import RecommendConfig
+from training.parts.add import AddConfig
 from upcycle.cli import main as door
 from upcycle.cli.inspect import InspectKeys
 from upcycle.cli.plan import PlanKeys
@@ -156,6 +159,10 @@ RUN = (
 )
 TRAIN = f"model.upcycle.source=DENSE model.upcycle.experts=2 model.upcycle.top_k=1 {RUN}"
 ISLANDS = ("islands.serve", "islands.join", "islands.listen")
+ADD = (
+    "DENSE documents=TEXT general=TEXT name=law output=out steps=1 batch=2 data.sequence=32 device=cpu "
+    "schedule.warmup=0 model.upcycle.calibration.sequence=32"
+)
 COMMANDS = {
     "plan": Command("source=DENSE experts=2 top_k=1", (UpcycleConfig, PlanKeys), ("output",), 3),
     "convert": Command("source=DENSE experts=2 top_k=1 output=out", (UpcycleConfig,), (), 3),
@@ -166,6 +173,9 @@ COMMANDS = {
     "prepare": Command("out tokenizer=DENSE sources=[TEXT]", (PrepareConfig, PrepareKeys), (), 2),
     "train": Command(TRAIN, (TrainConfig,), ISLANDS, 10),
     "export": Command("RUN out", (InspectKeys,), ("folder",)),
+    "add": Command(ADD, (AddConfig,), ("model", "documents", "general")),
+    "join": Command("DENSE MOE output=out", (JoinKeys,), ("base", "parts")),
+    "remove": Command("MOE name=law output=out", (RemoveKeys,), ("folder",)),
     "recommend": Command("DENSE gpus=8xh100 tokens=1B", (RecommendConfig,), (), 2),
     "estimate": Command(f"{TRAIN} gpus=8 hardware=h100 budget=1B price=2", (EstimateConfig, TrainConfig), ISLANDS, 5),
     "bench": Command(

@@ -84,6 +84,7 @@ PROMISES = {
 TOKENS = {
     "stories": 200 * 8 * 256,
     "slices": 400 * 64 * 1024,
+    "part": 400 * 64 * 1024,
     "llama3-8b-slices": 1e10,
     "qwen3-8b-slices": 1e10,
     "nemotron4-15b-slices": 1e10,

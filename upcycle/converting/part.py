@@ -277,7 +277,7 @@ def page(record: Record, size: int, terms: Mapping[str, Any]) -> str:
     base = public_name(record["base"]["name"])
     lines = [
         f"# Part {record['name']} of {card.inert(base)}", "",
-        "New copies of the FFNs and router rows, without the base. Join it to the base whose files part.json names:", "",
+        "New copies of the FFNs and router rows, without the base. part.json names its files. Join them:", "",
         f"    upcycle join {card.inert(base)} THIS-FOLDER output=joined", "",
         "| | |", "|---|---|", *(f"| {key} | {card.inert(value)} |" for key, value in rows_of(record, size)), "",
     ]  # fmt: skip
