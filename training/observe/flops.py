@@ -45,6 +45,8 @@ def spared_flops(model: nn.Module, spec: DenseSpec | MoESpec, sequence: int) -> 
             each *= spec.top_k / spec.experts * width / max(spec.widths)
         if is_adapter(words[-1]):
             spared -= 6 * each if "router" not in words else 0
+        elif "anchor" in words:
+            continue  # kernels compute the gradients of all experts of a layer
         elif not parameter.requires_grad and multiplies(name, parameter, tied=dense.tied):
             at = place(name, dense.layers)  # an embedding that is also the head comes after all layers
             spared += 2 * each if not 0 <= at < first else 4 * each

@@ -9,6 +9,7 @@ OUTPUT/                                      the part
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,7 +25,10 @@ from training.config.stages import stages_of
 from training.data.prepare import PrepareConfig, prepare
 from training.experts import SPECIFICATION
 from training.model.stock.model import model_of
-from upcycle.arch.spec import MoESpec
+from training.observe.flops import model_flops, spared_flops
+from training.optim.slots import freeze
+from training.run.parts import source, whole_on_meta
+from upcycle.arch.spec import BYTES, MoESpec
 from upcycle.arch.targets.upcycled import check_name
 from upcycle.config.reading import read
 from upcycle.config.ready import TRAIN
@@ -32,6 +36,7 @@ from upcycle.converting import card, part
 from upcycle.io import disk
 from upcycle.io.checkpoint import Checkpoint, load_checked, pinned
 from upcycle.io.job import Worker
+from upcycle.planning.size import dense_flops
 from upcycle.text import tokens
 
 CHARACTERS = 10  # of a sample for each token that is measured; no tokenizer needs as many
@@ -77,6 +82,8 @@ def add(asked: AddConfig, words: Sequence[str], train: Callable[[TrainConfig], o
     sources = {"data": [str(path) for path in texts["documents"]], "general": [str(work / "general.jsonl")]}
     for name, places in sources.items():
         prepare(PrepareConfig(str(work / name), asked.model, tuple(places)), Worker.here())
+    for what, value in foreseen(config):
+        print(f"{what:<19} {value}", file=sys.stderr)
     train(config)
     return write(work / "run", asked, output)
 
@@ -130,6 +137,22 @@ def enough(model: str, work: Path, count: int) -> int:
         ids = (id for text in tokens.documents([work / f"{name}.jsonl"]) for id in encode(text))
         found.append(sum(1 for _ in islice(ids, count // 2)))
     return 2 * min(found)
+
+
+def foreseen(config: TrainConfig) -> list[tuple[str, str]]:
+    """Return the size of the part, and the FLOPs of a training token."""
+    with source(config) as origin:
+        spec = origin.spec
+    assert isinstance(spec, MoESpec)
+    whole, length = whole_on_meta(spec, config), config.data.sequence
+    freeze(whole, config.optim)
+    learns = sum(p.numel() for p in whole.parameters() if p.requires_grad)
+    flops = model_flops(spec, length) - spared_flops(whole, spec, length)
+    return [
+        ("the part", f"{card.human(learns)} parameters, {card.human(learns * BYTES[spec.dtype], 'B')}"),
+        ("gradients, moments", f"{card.human(12 * learns, 'B')}"),
+        ("a training token", f"{card.human(flops, 'FLOP')}, {flops / dense_flops(spec.dense, length):.2f} of dense"),
+    ]
 
 
 # ---- the part of a trained run
