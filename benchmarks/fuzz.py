@@ -66,6 +66,7 @@ from training.estimating.bench import BenchConfig
 from training.estimating.estimate import EstimateConfig
 from training.estimating.recommend import RecommendConfig
 from training.parts.add import AddConfig
+from training.parts.upgrade import UpgradeConfig
 from upcycle.cli import main as door
 from upcycle.cli.inspect import InspectKeys
 from upcycle.cli.plan import PlanKeys
@@ -176,6 +177,7 @@ COMMANDS = {
     "add": Command(ADD, (AddConfig,), ("model", "documents", "general")),
     "join": Command("DENSE MOE output=out", (JoinKeys,), ("base", "parts")),
     "remove": Command("MOE name=law output=out", (RemoveKeys,), ("folder",)),
+    "upgrade": Command("MOE DENSE DENSE documents=TEXT output=out", (UpgradeConfig,), ("part", "old", "new")),
     "recommend": Command("DENSE gpus=8xh100 tokens=1B", (RecommendConfig,), (), 2),
     "estimate": Command(f"{TRAIN} gpus=8 hardware=h100 budget=1B price=2", (EstimateConfig, TrainConfig), ISLANDS, 5),
     "bench": Command(

@@ -27,6 +27,8 @@ from training.parallel.processes import processes, rank
 from training.parts import join as joining
 from training.parts.add import AddConfig
 from training.parts.add import add as add_part
+from training.parts.upgrade import UpgradeConfig
+from training.parts.upgrade import upgrade as move
 from training.run import loop
 from upcycle.config.reading import config_of
 from upcycle.config.ready import TRAIN
@@ -113,6 +115,20 @@ def join(base: str | PathLike[str], *parts: str | PathLike[str], output: str | P
 def remove(folder: str | PathLike[str], name: str, output: str | PathLike[str]) -> Path:
     """Write a joined model without a part, or the base's own files if it was the last; return the folder."""
     return joining.remove(fspath(folder), name, fspath(output))
+
+
+def upgrade(
+    part: str | PathLike[str],
+    old: str | PathLike[str],
+    new: str | PathLike[str],
+    *,
+    documents: str | PathLike[str],
+    output: str | PathLike[str],
+) -> Path:
+    """Write a part for a base that went on training, and return its folder; raise a ValueError with the losses if it
+    breaks there.
+    """
+    return move(UpgradeConfig(fspath(part), fspath(old), fspath(new), fspath(documents), fspath(output)))[0]
 
 
 def estimate(

@@ -176,6 +176,7 @@ def understood(command: str) -> str:
     from training.estimating.measure import MeasureConfig
     from training.estimating.recommend import RecommendConfig
     from training.parts.add import AddConfig
+    from training.parts.upgrade import UpgradeConfig
     from upcycle.cli.plan import PlanKeys
     from upcycle.cli.quantize import QuantizeKeys
 
@@ -206,6 +207,8 @@ def understood(command: str) -> str:
         cli.named(QuantizeKeys, words, "model")
     elif name == "study":
         read_study(file, keys)
+    elif name == "upgrade":
+        cli.named(UpgradeConfig, words, "part", "old", "new")
     elif name in ("add", "join", "remove"):
         kind, *places = {"add": (AddConfig, "model"), "join": (JoinKeys, "base"), "remove": (RemoveKeys, "folder")}[
             name

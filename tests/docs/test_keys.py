@@ -43,6 +43,7 @@ from training.estimating.estimate import EstimateConfig
 from training.estimating.measure import MeasureConfig
 from training.estimating.recommend import RecommendConfig
 from training.parts.add import AddConfig
+from training.parts.upgrade import UpgradeConfig
 from upcycle import plugin
 from upcycle.cli.inspect import InspectKeys
 from upcycle.cli.main import COMMANDS
@@ -73,6 +74,7 @@ TABLES: list[tuple[str, str, type[Any]]] = [
     ("upcycle add", "In addition to the keys of training.", AddConfig),
     ("upcycle join", "", JoinKeys),
     ("upcycle remove", "", RemoveKeys),
+    ("upcycle upgrade", "", UpgradeConfig),
     ("upcycle recommend", "", RecommendConfig),
     ("upcycle estimate", "In addition to the keys of training.", EstimateConfig),
     ("upcycle estimate measure=FILE", "", MeasureConfig),

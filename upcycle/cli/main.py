@@ -27,6 +27,7 @@ COMMANDS = {  # name -> module with main(words) -> exit code, whose docstring is
     "add": ("training.cli.add", "make a part: new experts that learn your documents, beside a model that stays"),
     "join": ("training.cli.join", "join parts to their base in one model"),
     "remove": ("training.cli.remove", "take a part out of a joined model"),
+    "upgrade": ("training.cli.upgrade", "move a part to a base that went on training"),
     "recommend": (
         "training.cli.recommend",
         "compare dense training, slices and copies for your model, GPUs and tokens",

@@ -287,3 +287,40 @@ def test_general_text_is_asked_for(place: Path, tmp_path: Path, capsys: pytest.C
     words = [f"documents={place / 'law.jsonl'}", "name=law", f"output={tmp_path / 'law'}"]
     assert main(["add", str(place / "base"), *words]) == 2
     assert "write general=FOLDER" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+# ---- a base that went on training
+
+
+def newer(place: Path, output: Path, noise: float) -> Path:
+    """The base after changes of this size, relative to each weight's deviation."""
+    shutil.copytree(place / "base", output)
+    tensors, draw = load_file(output / "model.safetensors"), torch.Generator().manual_seed(0)
+    for tensor in tensors.values():
+        tensor += noise * tensor.std() * torch.randn(tensor.shape, generator=draw)
+    save_file(tensors, output / "model.safetensors", {"format": "pt"})
+    return output
+
+
+def test_a_part_moves_to_a_newer_base_while_it_helps(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = newer(place, tmp_path / "newer", 1e-3)
+    words = [str(place / "law"), str(place / "base"), str(base), f"documents={place / 'law.jsonl'}"]
+    assert main(["upgrade", *words, f"output={tmp_path / 'law'}"]) == 0
+    assert "nats a token" in capsys.readouterr().out
+    moved = api.join(base, tmp_path / "law", output=tmp_path / "joined")
+    want, have = load_file(base / "model.safetensors"), load_file(moved / "model.safetensors")
+    old, own = (load_file(place / name) for name in ("base/model.safetensors", "law/part.safetensors"))
+    name, rows = "model.layers.0.mlp.up_proj.weight", slice(0, 24)
+    learned = own["layers.0.experts.0.up.weight"] - old[name][rows]
+    torch.testing.assert_close(have["model.layers.0.mlp.experts.4.up_proj.weight"], want[name][rows] + learned)
+    again = api.remove(moved, "law", tmp_path / "again")
+    assert files(again) == files(base)
+
+
+def test_a_part_that_breaks_on_a_newer_base_is_refused_with_its_losses(place: Path, tmp_path: Path) -> None:
+    base = newer(place, tmp_path / "newer", 3.0)
+    with pytest.raises(ValueError, match=r"breaks on .*old base \d.*with the part \d.*new base \d.* nats a token"):
+        api.upgrade(place / "law", place / "base", base, documents=place / "law.jsonl", output=tmp_path / "law")
+    assert not (tmp_path / "law").exists()
