@@ -34,24 +34,37 @@ STAGED = ("data", "schedule", "optim", "balance", "teacher")  # parts of a confi
 
 
 EPOCH = "steps; an epoch has as many steps as the data has tokens / (batch * data.sequence)"
+FROZEN = "model.frozen=bfloat16 with lora.rank=16; weights of 4 or 8 bits are not trained here"
 OTHER_TOOLS = {  # names of other trainers for keys of TrainConfig
     **dict.fromkeys(("lr", "learning_rate"), "schedule.peak"),
     **dict.fromkeys(("warmup", "warmup_steps"), "schedule.warmup"),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "schedule.shape"),
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_batch_size"), "micro_batch"),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_batch_size", "micro_batch_size"), "micro_batch"),
     "gradient_accumulation_steps": "batch, the sequences of a step on all GPUs, and micro_batch, those at a time",
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), EPOCH),
     "tokens": "steps; a step reads batch * data.sequence tokens",
     **dict.fromkeys(("bf16", "fp16", "precision", "mixed_precision"), "model.dtype=bfloat16, the default on a GPU"),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "model.recompute=full"),
-    **dict.fromkeys(("max_length", "max_seq_length", "seq_len"), "data.sequence"),
+    **dict.fromkeys(("max_length", "max_seq_length", "seq_len", "seq_length", "sequence_len"), "data.sequence"),
+    **dict.fromkeys(("lora_r", "lora_rank", "adapter", "peft", "use_peft"), "lora.rank, as in lora.rank=16"),
+    "lora_alpha": "lora.alpha",
+    **dict.fromkeys(("lora_target_modules", "target_modules"), "lora.match, as in lora.match=[attention,ffn]"),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization"), FROZEN),
+    **dict.fromkeys(("optimizer", "optimiser"), "optim.name"),
+    "warmup_ratio": "schedule.warmup, in steps",
+    "save_total_limit": "checkpoint.keep",
+    **dict.fromkeys(("flash_attention", "attn_implementation"), "nothing; attention is fused where the device can"),
+    **dict.fromkeys(("deepspeed", "fsdp"), "mesh, as in mesh.ep=8; FSDP divides the rest over all GPUs"),
+    "resume_from_checkpoint": "nothing; the same command with the same output resumes",
     **dict.fromkeys(("max_grad_norm", "grad_clip"), "optim.clip"),
     **dict.fromkeys(("save_steps", "save_every"), "checkpoint.every"),
     **dict.fromkeys(("eval_steps", "eval_every"), "valid_every"),
     "logging_steps": "log_every",
     "report_to": "log.to, as in log.to=[wandb]",
-    **dict.fromkeys(("model_name_or_path", "source"), "model.source or model.upcycle.source"),
-    **dict.fromkeys(("dataset", "train"), "data.train"),
+    **dict.fromkeys(("max_steps", "max_iters"), "steps"),
+    "output_dir": "output",
+    **dict.fromkeys(("model_name_or_path", "base_model", "source"), "model.source or model.upcycle.source"),
+    **dict.fromkeys(("dataset", "datasets", "train"), "data.train, folders that upcycle prepare made"),
     **{name: f"model.upcycle.{name}" for name in ("experts", "granularity", "top_k", "target", "method", "router")},
 }
 

@@ -276,8 +276,8 @@ def load_encoder(folder: Path, eos: str) -> Encoder:
     if len(before) > 1:
         raise ValueError(f"the tokenizer of {folder} puts {len(before)} tokens before a text; at most one is supported")
     tokenizer.encode_special_tokens = True  # "<eos>" in a text is not the end of it
-    fingerprint = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
-    return Encoder(tokenizer, max(known.values()) + 1, known[eos], (before or [known[eos]])[0], fingerprint)
+    first, size = (before or [known[eos]])[0], max(known.values()) + 1
+    return Encoder(tokenizer, size, known[eos], first, text.fingerprint(tokenizer))
 
 
 # ---- sources

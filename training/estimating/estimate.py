@@ -286,6 +286,7 @@ def estimate_run(config: TrainConfig, asked: EstimateConfig) -> str:
     """Return the tables of a run: its memory, or with `hardware` its seconds, hours and money."""
     check_asked(asked)
     card = hardware.read(asked.hardware) if asked.hardware else None
+    config = replace(config, model=replace(config.model, dtype=config.model.computes(config.device)))
     if asked.islands:  # the memory is that of one island
         config = replace(config, islands=replace(config.islands, local=0, join=config.islands.join or "server:29600"))
     with source(config) as origin:

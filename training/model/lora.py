@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,10 @@ RANK = 2**16  # the largest rank; no matrix that people adapt has more rows
 
 @dataclass(frozen=True)
 class LoraConfig:
+    ELSEWHERE: ClassVar = {"r": "lora.rank", "lora_alpha": "lora.alpha"} | dict.fromkeys(
+        ("target_modules", "modules"), "lora.match, as in lora.match=[attention,ffn]"
+    )
+
     rank: int = 0  # rank of the adapters; only adapters are trained; 0: no adapters, and all parameters are trained
     alpha: float = 0.0  # the product of each pair of adapters is multiplied by alpha / rank; 0: twice the rank
     # which modules get adapters, by words of their names as in optim.groups: attention, attention.[qv], experts,

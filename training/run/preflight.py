@@ -22,7 +22,7 @@ from training.config.schema import ModelConfig, TrainConfig, of_stage
 from training.config.stages import Stage, stages_of
 from training.config.suite import suite_of
 from training.data.mixture import Mixture, same_tokenizer
-from training.data.open import open_training, open_validation
+from training.data.open import check_tokenizer, open_training, open_validation
 from training.data.shards import partial_of
 from training.dispatch import capabilities
 from training.estimating.memory import sized
@@ -83,7 +83,7 @@ def preflight(config: TrainConfig) -> TrainConfig:
             with taught_by(asking) as teacher:
                 dense, alone = check_teacher(teacher, origin.spec), replace(config.mesh, ep=1, etp=1)
                 check(alone, world_size(), dense, asking.data.sequence)
-        check_data(stages, origin)
+        check_data(stages, origin, begun=bool(saved))
         if (suite := suite_of(config)) is not None:
             suite.ready(config.eval, origin)
     say(experts)
@@ -147,14 +147,19 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check_data(stages: tuple[Stage, ...], origin: Origin) -> None:
-    """Open the data of every stage; raise a ValueError if their tokenizers differ."""
+def check_data(stages: tuple[Stage, ...], origin: Origin, *, begun: bool) -> None:
+    """Open the data of every stage; raise a ValueError if their tokenizers differ, or are not that of a model that a
+    run begins with."""
     read = []
     for stage in stages:
         samples = open_training(stage.config.data, origin.dense.vocab)
         read += [source.shards for source in samples.sources] if isinstance(samples, Mixture) else []
         open_validation(stage.config.data, origin.dense.vocab)
     same_tokenizer(read)
+    own = next((path.parent for path in origin.files if path.name == "tokenizer.json"), None)
+    if own is not None and not (begun or stages[0].config.model.random):
+        for stage in stages:
+            check_tokenizer(stage.config.data, own)
 
 
 def check_export(config: TrainConfig, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
@@ -52,7 +53,16 @@ def read(
         plain = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, UnicodeError, *NONSENSE) as error:
         raise ValueError(f"the config cannot be read: {' '.join(str(error).split())}") from None
-    return build(kind, plain)
+    return build(kind, at_home(plain))
+
+
+def at_home(value: Any) -> Any:
+    """Replace ~/ at the start of a text, as a shell does; shells do not do it inside [...], and not all after =."""
+    if isinstance(value, Mapping):
+        return {key: at_home(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [at_home(inner) for inner in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def config_of(

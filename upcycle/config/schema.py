@@ -57,11 +57,17 @@ class Calibration:
         check_values(self, "calibration.", {"tokens": at_least(1, most=TOKENS), "sequence": at_least(1, most=LENGTH)})
 
 
+COPIES = "experts, the copies of each FFN; granularity cuts each copy into so many routed experts"
+
+
 @dataclass(frozen=True)
 class UpcycleConfig:
-    ELSEWHERE: ClassVar = {
-        name: f"method.{name} (of a method that has it)" for name in ("ratio", "std", "mode", "by")
-    } | dict.fromkeys(("model", "data", "steps"), "this in upcycle train or upcycle estimate, whose config this is")
+    ELSEWHERE: ClassVar = (
+        {name: f"method.{name} (of a method that has it)" for name in ("ratio", "std", "mode", "by")}
+        | dict.fromkeys(("model", "data", "steps"), "this in upcycle train or upcycle estimate, whose config this is")
+        | dict.fromkeys(("copies", "num_experts", "num_local_experts", "n_routed_experts"), COPIES)
+        | {"num_experts_per_tok": "top_k", "slices": "granularity, the slices of a copy"}
+    )
 
     source: str = ""  # a folder or a Hub id (org/name or org/name@revision)
     output: str = ""  # the folder to make

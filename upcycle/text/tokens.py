@@ -7,6 +7,7 @@ files give the same ids.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -230,3 +231,8 @@ def load_tokenizer(folder: Path) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Return the sha256 of a tokenizer's whole definition."""
+    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()

@@ -43,12 +43,12 @@ def test_a_run_on_a_cpu_computes_in_float32_unless_told_and_goes_on_as_it_was(
     assert "computes in bfloat16 on this CPU, as this run did before" in capsys.readouterr().err
 
 
-def test_a_plan_counts_bytes_as_a_gpu_computes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_counts_bytes_as_the_device_computes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plans = []
-    for more in ([], ["model.dtype=bfloat16"], ["model.dtype=float32"]):
+    for more in (["device="], ["model.dtype=bfloat16"], ["model.dtype=float32"], ["device=cpu"]):
         assert main(["estimate", *trains(place, *more)[1:], *LARGE, "gpus=1"]) == 0
         plans.append(capsys.readouterr().out)
-    assert plans[0] == plans[1] != plans[2]
+    assert plans[0] == plans[1] != plans[2] == plans[3]
     assert [ModelConfig().computes(kind) for kind in ("cuda", "cpu")] == ["bfloat16", "float32"]
 
 

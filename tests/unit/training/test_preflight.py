@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.unit.training.test_data import make_tokenizer
 from tests.unit.training.test_train import WORDS, config, moe, place
 from training.__main__ import main
+from training.config.reading import read_config
 from training.run import session
 from training.run.loop import train
 from training.run.preflight import preflight
@@ -172,3 +174,44 @@ def test_it_is_said_before_the_model_is_made(
     said = capsys.readouterr().err
     assert says.format(place=place) in said and said.count("upcycle: ") == 1 and "Traceback" not in said
     assert not (tmp_path / "run").exists()
+
+
+def test_data_of_another_tokenizer_is_refused_and_of_the_same_ids_is_not(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reached(*_: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(session, "start", reached)
+    own = make_tokenizer(Path(shutil.copytree(place / "dense", tmp_path / "own")), bos=True)  # another file, same ids
+    other = Path(shutil.copytree(own, tmp_path / "other"))
+    stored = json.loads((own / "tokenizer.json").read_text())
+    names = sorted(stored["model"]["vocab"], key=stored["model"]["vocab"].__getitem__)
+    long = [name for name in names if len(name) > 1 and not name.startswith("<")]
+    swapped = dict(zip(long, reversed(long), strict=True))
+    stored["model"]["vocab"] = {swapped.get(name, name): id for id, name in enumerate(names)}
+    (other / "tokenizer.json").write_text(json.dumps(stored))
+    words = [f"data.train=[{place / 'data'}]", f"output={tmp_path / 'run'}", "steps=8", *WORDS, "balance.bias_rate=0"]
+    for trained in ([f"model.source={own}"], [f"model.source={other}", "model.random=true"]):
+        with pytest.raises(Reached):
+            main([*words, *trained])
+    assert main([*words, f"model.source={other}"]) == 2
+    said = capsys.readouterr().err
+    assert f"{place / 'data'} was made with another tokenizer than the model's" in said
+    assert "prepare it with the model's own tokenizer" in said and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("lora_r=8", "lora.rank"), ("lora.r=8", "lora.rank"), ("adapter=lora", "lora.rank"),
+        ("lora.target_modules=[q_proj]", "lora.match"), ("lora_alpha=16", "lora.alpha"), ("optimizer=adamw", "optim.name"),
+        ("load_in_4bit=true", "model.frozen=bfloat16"), ("base_model=./llama", "model.source or model.upcycle.source"),
+        ("output_dir=runs/a", "output"), ("sequence_len=512", "data.sequence"), ("micro_batch_size=2", "micro_batch"),
+        ("max_steps=9", "steps"), ("deepspeed=zero3.json", "mesh"), ("save_total_limit=2", "checkpoint.keep"),
+        ("warmup_ratio=0.1", "schedule.warmup"), ("datasets=[a]", "data.train"), ("resume_from_checkpoint=a", "nothing; the"),
+    ],
+)  # fmt: skip
+def test_keys_of_other_trainers_name_ours(word: str, ours: str) -> None:
+    with pytest.raises(ValueError, match=rf"unknown key '{word.partition('=')[0]}'; write {re.escape(ours)}"):
+        read_config("", [word])

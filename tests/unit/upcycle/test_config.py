@@ -37,3 +37,19 @@ def test_the_record_of_a_training_is_not_a_plan(tmp_path: Path) -> None:
     (tmp_path / "upcycle.json").write_text('{"format": 1, "from": "x", "trained": []}')
     with pytest.raises(ValueError, match=r"is the record of a trained model, not a plan; .*upcycle inspect"):
         read(UpcycleConfig, str(tmp_path / "upcycle.json"))
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"), [("copies", "experts"), ("num_experts", "experts"), ("num_experts_per_tok", "top_k")]
+)
+def test_words_for_sizes_from_elsewhere_name_our_keys(key: str, ours: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown key '{key}'; write {ours}"):
+        read(UpcycleConfig, "", [f"{key}=4"])
+
+
+def test_a_home_folder_is_found_where_the_shell_leaves_its_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.yaml").write_text("donors: [~/b]\nmethod: {name: prune, by: ~/c.json}\n")
+    config = read(UpcycleConfig, str(tmp_path / "my.yaml"), ["output=~/a", "calibration.texts=[~/d,e~/f]"])
+    assert (config.output, config.donors) == (f"{tmp_path}/a", (f"{tmp_path}/b",))
+    assert config.method["by"] == f"{tmp_path}/c.json" and config.calibration.texts == (f"{tmp_path}/d", "e~/f")
