@@ -47,7 +47,9 @@ def test_words_for_sizes_from_elsewhere_name_our_keys(key: str, ours: str) -> No
         read(UpcycleConfig, "", [f"{key}=4"])
 
 
-def test_a_home_folder_is_found_where_the_shell_leaves_its_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_is_found_where_the_shell_leaves_its_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "my.yaml").write_text("donors: [~/b]\nmethod: {name: prune, by: ~/c.json}\n")
     config = read(UpcycleConfig, str(tmp_path / "my.yaml"), ["output=~/a", "calibration.texts=[~/d,e~/f]"])
