@@ -233,8 +233,10 @@ def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str,
         there = (0, first, MASTER)[min(count, 3) - 1]  # bytes of a gradient when the last backward begins
         gradients += size * most * learns
         late += size * (most - there) * learns
-        regathered = not once if fsdp else apart and config.model.recompute in MOVES
         computed = MASTER if placed.exact else narrow
+        # backward makes copies again that it finds inside what it recomputes
+        remade = computed != held if config.model.recompute == "full" else apart and config.model.recompute in MOVES
+        regathered = not once if fsdp else remade
         if regathered and of_a_layer:
             passing += gathered * computed
         elif fsdp or computed != held:  # the copy in the compute dtype stays for the backward

@@ -70,6 +70,9 @@ def test_a_small_model_by_hand() -> None:
         weights=1712, gradients=1712, moments=3424, gathered=copies, activations=8 * (144 + 208), loss=LOSS
     )
     assert by_hand(1, 8).host == 1712 + 3424  # what an asynchronous checkpoint copies
+    # recomputed layers make their copies again: those of one layer pass, and the ends' stay
+    full = replace(CONFIG, model=replace(CONFIG.model, recompute="full"))
+    assert memory(M, full, 1).gathered == 2 * ENDS + 3 * 2 * (ATTENTION + max(FFN, EXPERTS))
     # two: half of everything; embedding, head and last norm stay gathered, and two layers with one's gradients pass,
     # each as large as the MoE layer, of which norms and router are float32
     largest = 4 * (NORMS + ROUTER) + 2 * (ATTENTION + EXPERTS)
