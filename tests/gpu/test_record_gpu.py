@@ -25,7 +25,7 @@ def words(place: Path, output: Path, upcycled: bool, *more: str, score: str = "s
             f"model.upcycle={{source: {place / 'dense'}, target: upcycled, experts: 4, granularity: 2, top_k: 2, "
             f"method: virtual_group, router: {{score: {score}}}}}"
         ]
-    data = [f"data.train=[{place / 'data'}]", f"data.valid=[{place / 'valid'}]", "data.sequence=256", "batch=4"]
+    data = [f"data.train=[{place / 'data'}]", f"data.valid=[{place / 'valid'}]", "data.sequence=128", "batch=4"]
     return [*source, *data, f"output={output}", "log_every=1", "micro_batch=2", "steps=10", "schedule.warmup=2", *more]
 
 
