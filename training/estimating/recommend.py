@@ -56,12 +56,12 @@ PEAKS = ((5e8, 5e-4), (2e9, 3e-4), (math.inf, 2e-4))
 # gains against dense training on the same tokens (docs/science.md); BASIS names the model and the text
 GAINS = {
     "dense": "the control",
-    "slices": "-0.019 (-0.024 to -0.014) after 26 M tokens, -0.028 (-0.033 to -0.023) after 63 M",
+    "slices": "-0.010 after 26 M tokens on clean held-out text, +0.006 on law (two seeds)",
     "copies": "-0.012 (-0.015 to -0.010) after 26 M tokens; behind dense at equal FLOPs",
 }
 BASIS = f"""\
-Gains are nats a token on held-out text like the training text, with the 95 % interval over three seeds, on
-SmolLM2-135M-Instruct from 4-bit weights (docs/science.md). They do not carry over to other sizes: no one has measured
+Gains are nats a token on held-out text like the training text, on SmolLM2-135M-Instruct from 4-bit weights; brackets
+hold the 95 % interval over three seeds (docs/science.md). They do not carry over to other sizes: no one has measured
 a large model with slices. At 15 B parameters and 1 T tokens others measured MMLU 65.3 for dense, 67.6 for 8 copies with
 top-2, and 66.2 for 8 copies of 8 slices with a free choice (arXiv 2410.07524). Read text only once: slices that read
 the same text three times fell behind dense. Hours count steps only:
