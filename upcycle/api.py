@@ -11,7 +11,7 @@ from typing import Any
 
 from upcycle.config.reading import config_of
 from upcycle.config.schema import UpcycleConfig
-from upcycle.converting import card
+from upcycle.converting import card, part
 from upcycle.converting import convert as converting
 from upcycle.io import hub
 from upcycle.io.checkpoint import Checkpoint
@@ -81,7 +81,9 @@ def verify(
 
 
 def inspect(folder: str | PathLike[str], *, tensors: bool = False) -> str:
-    """Describe a checkpoint folder or a model of the Hub."""
+    """Describe a checkpoint folder, a part, or a model of the Hub."""
+    if part.is_part(fspath(folder)):
+        return part.text(part.open_part(fspath(folder)), tensors=tensors)
     with Checkpoint.open(fspath(folder)) as checkpoint:
         return inspecting.describe(checkpoint.folder, tensors=tensors)
 

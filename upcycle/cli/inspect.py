@@ -28,10 +28,14 @@ class InspectKeys:
 @frame.command()
 def main(words: Sequence[str]) -> int:
     from upcycle.api import inspect
+    from upcycle.converting.part import is_part
     from upcycle.io.checkpoint import Checkpoint
     from upcycle.verifying.inspect import check
+    from upcycle.verifying.parts import verify_part
 
     asked = frame.named(InspectKeys, words, "folder")
+    if asked.check and is_part(asked.folder):
+        return verify_part(asked.folder)
     print(inspect(asked.folder, tensors=asked.tensors))
     if not asked.check:
         return 0

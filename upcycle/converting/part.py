@@ -25,6 +25,7 @@ from torch import Tensor
 
 from upcycle.arch.spec import MoESpec
 from upcycle.arch.targets.upcycled import check_name
+from upcycle.cli.frame import printable
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card
 from upcycle.io import disk, publish, strict
@@ -256,6 +257,13 @@ def described(part: Part) -> list[tuple[str, str]]:
     numbers = sum(prod(entry.shape) for entry in part.entries.values())
     size = os.path.getsize(part.folder / TENSORS)
     return [("part", part.name), *rows_of(part.record, size), ("parameters", card.human(numbers))]
+
+
+def text(part: Part, *, tensors: bool = False) -> str:
+    """Describe a part, and list its tensors if asked."""
+    lines = [f"{name:<20} {printable(value)}" for name, value in described(part)]
+    listed = [f"{e.name}  {list(e.shape)}  {e.dtype}" for e in part.entries.values()] if tensors else []
+    return "\n".join([*lines, *(["", *listed] if listed else [])])
 
 
 def rows_of(record: Record, size: int) -> list[tuple[str, str]]:

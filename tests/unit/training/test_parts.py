@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from evaluation.judge.experts import routing
 from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training import api
@@ -236,6 +237,27 @@ def test_bytes_that_changed_are_found(place: Path, tmp_path: Path, capsys: pytes
     assert "its sha256 differs" in capsys.readouterr().out
     assert main(["join", str(place / "base"), str(folder), f"output={tmp_path / 'joined'}"]) == 2
     assert "its sha256 differs" in capsys.readouterr().err and not (tmp_path / "joined").exists()
+
+
+def test_a_part_and_a_joined_model_say_what_they_are(place: Path, joined: Path) -> None:
+    said = upcycle_api.inspect(place / "law", tensors=True)
+    assert (
+        "part                 law" in said and "leave the anchor" in said and "layers.0.router.weight  [4, 64]" in said
+    )
+    assert "the base's own FFN, law (1), code (1)" in upcycle_api.inspect(joined)
+    assert main(["inspect", str(joined), "check=true"]) == main(["verify", str(joined)]) == 0
+    assert main(["inspect", str(place / "law"), "check=true"]) == 0
+
+
+def test_routing_says_which_part_takes_which_text(place: Path, joined: Path, tmp_path: Path) -> None:
+    texts_of = [str(place / f"{name}.jsonl") for name in ("law", "code", "general")]
+    found = routing.measure(routing.RoutingConfig(str(joined), tuple(texts_of), tokens=512, sequence=32))
+    assert found["parts"].keys() == {"law", "code", "general"}
+    for shares in found["parts"].values():
+        assert sum(shares.values()) == pytest.approx(1, abs=1e-3) and list(shares) == ["(base)", "law", "code"]
+    assert found["parts"]["law"]["law"] > 5 * found["parts"]["general"]["law"]
+    assert found["parts"]["code"]["code"] > 5 * found["parts"]["general"]["code"]
+    assert "law goes to (base)" in routing.table(found)
 
 
 def test_numbers_that_are_not_finite_are_refused(place: Path, tmp_path: Path) -> None:
