@@ -73,6 +73,13 @@ class Folded:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """Show a text whose tokens have colours: (piece, what a pointer over it says, series, percent of the colour)."""
+
+    pieces: Sequence[tuple[str, str, int, int]]
+
+
+@dataclass(frozen=True)
 class Section:
     title: str
     about: str

@@ -23,6 +23,7 @@ from evaluation.show.page import (
     Table,
     Text,
     Tile,
+    Tokens,
     better,
     tone,
 )  # fmt: skip
@@ -279,8 +280,30 @@ def routing_section(facts: Facts, color: Palette) -> Section:
         "Experts",
         "How routers use the experts on each domain's text, and how far the experts have moved from the dense FFN "
         "that they copy. Nothing is dropped or padded here.",
-        [*blocks, *(block for name, found in facts.routing.items() for block in expert_maps(name, found))],
+        [
+            *(block for name, found in facts.routing.items() for block in part_texts(name, found)),
+            *blocks,
+            *(block for name, found in facts.routing.items() for block in expert_maps(name, found)),
+        ],
     )
+
+
+def part_texts(name: str, found: dict[str, Any]) -> Iterator[Any]:
+    """Yield the share of each text that each part takes, and the first tokens of the texts in the parts' colours."""
+    if not (shares := found.get("parts")):
+        return
+    names = list(dict.fromkeys(each for row in shares.values() for each in row))
+    rows = [(domain, *(f"{row.get(each, 0):.1%}" for each in names)) for domain, row in shares.items()]
+    yield Text(f"{name}: which part takes which text")
+    yield Table(("share of choices", *names), rows)
+    colour = Palette(names[1:])
+    yield colour.legend(names[1:])
+    for domain, tokens in found.get("shown", {}).items():
+        pieces = [
+            (text, f"{part} {share:.0%}", colour[part], max(0, min(100, round(80 * share)))) for text, part, share in tokens
+        ]
+        yield Text(f"{domain}: a token's colour is the part that takes it most, and its strength the share", "unit")
+        yield Tokens(pieces)
 
 
 def expert_maps(name: str, found: dict[str, Any]) -> Iterator[Any]:

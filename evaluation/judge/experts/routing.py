@@ -37,6 +37,7 @@ from upcycle.text import tokens as text
 
 PAIRS = 64  # up to this many experts the table of all pairs is written; above it only the STRONGEST pairs
 STRONGEST = 12
+SHOWN = 256  # tokens of a text that a report colours
 BASE = "(base)"  # in place of a part's name, for choices of the anchor
 DTYPES = ("float32", "bfloat16", "float64")
 Experts = Annotated[int, Range(1, MAX_EXPERTS)]
@@ -104,6 +105,8 @@ def measure(config: RoutingConfig) -> dict[str, Any]:
         kept = [grow.kept(row["saliency"], config.keep) for row in found["layers"]]
         for row, lost in zip(found["layers"], pruned(model, domains.values(), kept), strict=True):
             row["pruned"] = lost
+    if spec.parts:
+        found["shown"] = {Path(path).name.split(".")[0]: coloured(model, origin, path) for path in config.texts}
     return found | {
         "keep": config.keep,
         "source": "" if run is not None else fingerprint(config.checkpoint),
@@ -146,6 +149,26 @@ def started(source: str) -> Iterator[Origin]:
     begun = layout.online(made, standalone.measured_before(run), text=True) if made else layout.opened(source)
     with begun as origin:
         yield origin
+
+
+def coloured(model: Decoder, origin: Origin, path: str) -> list[tuple[str, str, float]]:
+    """Return the first tokens of a text: (piece, the part that most of its choices outside of the base's own FFN go to,
+    the share of all its choices that go there)."""
+    from evaluation.judge.experts import typed  # imports this file
+
+    assert isinstance(origin.spec, MoESpec)
+    spec, folder = origin.spec, next(file.parent for file in origin.files if file.name == "tokenizer.json")
+    first = next(iter(text.documents([path])))[: SHOWN * 20]
+    ids, pieces = typed.cut(text.load_tokenizer(folder), first, min(SHOWN, origin.dense.context))
+    device = next(model.parameters()).device
+    owner = [name for name, copies in ((BASE, 1), *spec.parts) for _ in range(copies * spec.granularity)]
+    experts = [row["experts"] for row in typed.choices(model, torch.tensor(ids, device=device))]
+    found = []
+    for token, piece in enumerate(pieces):
+        chosen = [owner[expert] for layer in experts for expert in layer[token]]
+        name = max(dict(spec.parts), key=chosen.count)
+        found.append((piece, name, float(f"{chosen.count(name) / len(chosen):.3g}")))
+    return found
 
 
 def fingerprint(source: str) -> str:
@@ -360,6 +383,7 @@ class Routed(TypedDict):
     load: Mapping[str, Cells]
     together: list[Cells | None]
     parts: NotRequired[Mapping[str, Mapping[str, float]]]  # of a model with parts: domain -> name -> share of choices
+    shown: NotRequired[Mapping[str, list[tuple[str, str, float]]]]  # domain -> (piece, part, share of its choices)
     tokens: Mapping[str, Count]
     checkpoint: str
     start: str

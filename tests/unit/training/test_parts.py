@@ -260,6 +260,17 @@ def test_routing_says_which_part_takes_which_text(place: Path, joined: Path, tmp
     assert "law goes to (base)" in routing.table(found)
 
 
+def test_a_report_colours_a_text_by_its_parts_and_runs_nothing_of_it(place: Path, joined: Path, tmp_path: Path) -> None:
+    law = json.loads((place / "law.jsonl").read_text().split("\n")[0])["text"]
+    hostile = jsonl(tmp_path / "hostile.jsonl", [f'<script>alert("x")</script> {law}'])
+    words = [str(joined), str(hostile), "tokens=64", "sequence=32", f"output={tmp_path / 'routing.json'}"]
+    assert main(["routing", *words]) == 0
+    assert main(["report", str(tmp_path / "routing.json"), f"output={tmp_path / 'report.html'}"]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "which part takes which text" in page and 'class="tokens"' in page and "color-mix(" in page
+    assert "<script>alert" not in page and "&lt;" in page
+
+
 def test_numbers_that_are_not_finite_are_refused(place: Path, tmp_path: Path) -> None:
     folder = tmp_path / "part"
     shutil.copytree(place / "law", folder)
