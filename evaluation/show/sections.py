@@ -300,7 +300,8 @@ def part_texts(name: str, found: dict[str, Any]) -> Iterator[Any]:
     yield colour.legend(names[1:])
     for domain, tokens in found.get("shown", {}).items():
         pieces = [
-            (text, f"{part} {share:.0%}", colour[part], max(0, min(100, round(80 * share)))) for text, part, share in tokens
+            (text, f"{part} {share:.0%}", colour[part], max(0, min(100, round(80 * share))))
+            for text, part, share in tokens
         ]
         yield Text(f"{domain}: a token's colour is the part that takes it most, and its strength the share", "unit")
         yield Tokens(pieces)
