@@ -64,6 +64,11 @@ def measure(
             distinct = router_rows(plan, view.layer, rows)
             mass = observe.router_mass(x_TD, routers.repeated(distinct, moe.experts), moe)
             measured[f"{prefix}.mass"] = torch.tensor(mass, dtype=torch.float64)
+    if init.name == "parts" and not any(float(measured[f"layers.{layer}.left"][1]) for layer in moe.layers):
+        raise ValueError(
+            f"no layer tells {init.texts[1]} from {init.texts[0]}, so the part would get no token; give more text "
+            "(calibration.tokens), or general text of other kinds"
+        )
     return measured
 
 

@@ -316,6 +316,19 @@ def test_a_row_sends_a_parts_tokens_to_it_and_leaves_general_ones(tmp_path: Path
         assert float((new @ row > 0).double().mean()) < 3 * rows.MARGIN
 
 
+def test_a_row_that_cannot_keep_its_margin_is_zero_and_sends_nothing() -> None:
+    draw = torch.Generator().manual_seed(0)
+    general, own = torch.randn(2048, 8, generator=draw), torch.randn(2048, 8, generator=draw) + 0.1  # no common mean
+    row, left = rows.row(general, own, torch.float32)
+    assert left == (0.0, 0.0) and not row.any()
+
+
+def test_a_part_that_would_get_no_token_is_refused(place: Path, tmp_path: Path) -> None:
+    same = {"documents": place / "general.jsonl", "general": place / "general.jsonl"}
+    with pytest.raises(ValueError, match="no layer tells|so the part would get no token"):
+        api.add(place / "base", **same, name="law", output=tmp_path / "law", **WORDS)
+
+
 def test_general_text_is_asked_for(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"documents={place / 'law.jsonl'}", "name=law", f"output={tmp_path / 'law'}"]
     assert main(["add", str(place / "base"), *words]) == 2
