@@ -325,7 +325,7 @@ def test_a_row_that_cannot_keep_its_margin_is_zero_and_sends_nothing() -> None:
 
 def test_a_part_that_would_get_no_token_is_refused(place: Path, tmp_path: Path) -> None:
     same = {"documents": place / "general.jsonl", "general": place / "general.jsonl"}
-    with pytest.raises(ValueError, match="no layer tells|so the part would get no token"):
+    with pytest.raises(ValueError, match="no layer tells"):
         api.add(place / "base", **same, name="law", output=tmp_path / "law", **WORDS)
 
 
