@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from evaluation.ask.engine import Engine
-from tests.unit.evaluation.test_lm import requests, scores
 from training.checkpoint.layout import initialise
 from training.model.decoder import Decoder
 from upcycle.arch.spec import DenseSpec, MoESpec
+
+pytest.importorskip("lm_eval", reason="needs lm-eval")
+
+from tests.unit.evaluation.test_lm import requests, scores  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
