@@ -15,7 +15,7 @@ from upcycle.arch.spec import DenseSpec, MoESpec
 
 pytest.importorskip("lm_eval", reason="needs lm-eval")
 
-from tests.unit.evaluation.test_lm import requests, scores  # noqa: E402
+from tests.unit.evaluation.test_lm import requests, scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
