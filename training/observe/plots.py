@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from training.observe import metrics
-from upcycle.cli.frame import install
+from upcycle.cli.frame import install, printable
 
 LAYER = re.compile(r"balance/(\d+)/max_over_mean")
 WHOLE = "balance/whole"
@@ -61,7 +61,7 @@ class Curves:
     def keys(self, pattern: re.Pattern[str]) -> dict[str, str]:
         """Return each key that matches the pattern, by the text of the pattern's group."""
         matches = (pattern.fullmatch(key) for row in self.rows for key in row if row[key] is not None)
-        return {found[1]: found[0] for found in matches if found}
+        return {printable(found[1]): found[0] for found in matches if found}
 
     def boundaries(self) -> list[float]:
         """Return the token counts at which stages end."""
@@ -74,7 +74,7 @@ def read_runs(folders: Sequence[Path]) -> list[Curves]:
     if len(set(names)) < len(names):
         names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
     runs = [
-        Curves(name, COLORS[number % len(COLORS)], metrics.read(folder))
+        Curves(printable(name), COLORS[number % len(COLORS)], metrics.read(folder))
         for number, (name, folder) in enumerate(zip(names, folders, strict=True))
     ]
     for run, folder in zip(runs, folders, strict=True):
@@ -107,6 +107,14 @@ def plot(folders: Sequence[Path], output: Path) -> None:
         if run.keys(LAYER):
             title = "Load of the fullest expert" + (f" - {run.name}" if len(runs) > 1 else "")
             panels.append((title, lambda axes, run=run: draw_load(axes, run)))  # type: ignore[misc]
+    with import_module("matplotlib").rc_context({"text.parse_math": False}):  # a $ in a name is no formula
+        draw_panels(figure_module, panels, runs, output)
+
+
+def draw_panels(
+    figure_module: Any, panels: Sequence[tuple[str, Callable[[Any], None]]], runs: Sequence[Curves], output: Path
+) -> None:
+    """Draw all panels on one page and write it."""
     columns, lines = min(2, len(panels)), -(-len(panels) // 2)
     figure = figure_module.Figure(figsize=(6.5 * columns, 4 * lines), layout="constrained")
     for number, (title, draw) in enumerate(panels, 1):

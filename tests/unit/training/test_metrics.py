@@ -383,6 +383,17 @@ def test_an_island_has_panels_of_its_exchanges(tmp_path: Path, monkeypatch: pyte
     assert len(panels["Islands: speed"].get_lines()) == 1
 
 
+def test_names_are_drawn_as_they_are(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A name with two dollars is no formula, and one with a bell or an escape says so."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "$5 a run, $\\no more"
+    with Metrics(folder, 0, stream=io.StringIO()) as log:
+        log.log(0, **{"loss": 1.0, "tokens": 1, "valid/\x1b[31m\a$\\frac$/loss": 3.4})
+    plots.plot([folder], tmp_path / "one.png")
+    assert (tmp_path / "one.png").stat().st_size > 10_000 and "missing from font" not in capfd.readouterr().err
+    assert [*plots.read_runs([folder])[0].keys(plots.VALID)] == [r"\x1b[31m\x07$\frac$"]
+
+
 def test_plots_of_two_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = [made_up(tmp_path / "dense", 0.0, moe=False), made_up(tmp_path / "moe", 0.2, moe=True)]
