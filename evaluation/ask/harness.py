@@ -48,8 +48,10 @@ DTYPES = ("float32", "bfloat16", "float64")
 class AskConfig:
     """Hold the keys of our engine that `upcycle eval` and lm-eval's --model_args share."""
 
-    ELSEWHERE: ClassVar = {"experts": "expert_backend", "tokens": "forward_tokens"} | dict.fromkeys(
-        ("sequence", "context", "max_seq_length", "seq_len"), "max_length"
+    ELSEWHERE: ClassVar = (
+        {"experts": "expert_backend"}
+        | dict.fromkeys(("tokens", "batch_size"), "forward_tokens")
+        | dict.fromkeys(("sequence", "context", "max_seq_length", "seq_len"), "max_length")
     )
 
     dtype: str = "float32"  # float32 | bfloat16 | float64

@@ -83,6 +83,11 @@ class Record(TypedDict):
 def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
     """Write RUN/origin from the Origin of the model that `config` names."""
     final = folder / FOLDER
+    if final.is_symlink():
+        raise ValueError(
+            f"{final} is a link, and the run would write over files of {final.resolve()}; remove the link, or put the "
+            "folder itself in its place"
+        )
     if final.is_dir():
         sweep(final)
     # a folder with half of the files would not be known as a run's, so it gets its name with the record in it

@@ -300,9 +300,12 @@ def files(word: str, default: str = "text") -> Iterator[Source]:
     else:
         names = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
     if not names:
+        plain = word.strip("[]() ")  # a list that was quoted twice, or that another language writes so
+        hint = f"; write several in brackets: sources=[{plain}]" if "," in word else ""
+        hint = hint or (f"; write sources=[{plain}], without more quotes or other brackets" if plain != word else "")
         raise ValueError(
             f"source {word!r} is not a file, a folder or a pattern that matches a name ending in {', '.join(SUFFIXES)}"
-            f"{f'; write several in brackets: sources=[{word}]' if ',' in word else ''}"
+            f"{hint}"
         )
     for name in names:
         if not name.endswith(SUFFIXES):

@@ -6,6 +6,7 @@ is upcycle report RUN.
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 
 from training.observe import metrics
 from upcycle.cli.frame import install, printable
+from upcycle.io import disk
 
 LAYER = re.compile(r"balance/(\d+)/max_over_mean")
 WHOLE = "balance/whole"
@@ -126,8 +128,10 @@ def draw_panels(
             for tokens in run.boundaries():
                 axes.axvline(tokens, color=run.color, linestyle=":", linewidth=0.8)
         axes.xaxis.set_major_formatter(lambda tokens, _: count(tokens))
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format=output.suffix[1:])
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=110)
+    disk.write_atomic(output, picture.getvalue())  # takes the place of a link, and leaves the file behind it alone
 
 
 def draw_loss(axes: Any, runs: Sequence[Curves]) -> None:

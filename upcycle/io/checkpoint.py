@@ -126,8 +126,9 @@ class Checkpoint:
                     f"{source} is a file, but a model is a folder with config.json, *.safetensors and a tokenizer; "
                     f"{whole}"
                 )
+            start = "" if source == "" or Path(source).is_absolute() else f" (a relative name starts in {Path.cwd()})"
             raise ValueError(
-                f"{str(source)!r} is not a folder or a hub id (org/name or org/name@revision); name one, or "
+                f"{str(source)!r} is not a folder or a hub id (org/name or org/name@revision); name one{start}, or "
                 "download the model there (hf download org/name --local-dir FOLDER)"
             )
         return Checkpoint(downloaded(hub_id, DOWNLOADED))

@@ -312,6 +312,7 @@ def test_suites_are_named_and_take_what_they_can(tmp_path: Path) -> None:
         (["tiny", "a", "limits=3"], "did you mean 'limit'"),
         (["tiny", "a", "forward_tokens=0"], "forward_tokens is 0; it must be at least 1"),
         (["tiny", "a", "tokens=9"], "unknown key 'tokens'; write forward_tokens"),
+        (["tiny", "a", "batch_size=8"], "unknown key 'batch_size'; write forward_tokens"),
         (["tiny", "a", "sequence=64"], "unknown key 'sequence'; write max_length"),
         (["tiny", "a", "experts=grouped"], "unknown key 'experts'; write expert_backend"),
         (["tiny", "a", "dtype=half"], "it must be one of float32"),

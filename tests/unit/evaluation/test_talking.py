@@ -267,6 +267,7 @@ def test_a_model_that_is_not_whole_is_a_sentence(
         (["{llama}", "device=gpu"], "device is 'gpu'; write device=cpu, or device=cuda"),
         (["{llama}", "system=Be kind."], "has no chat template, and system= needs one"),
         (["nowhere"], "'nowhere' is not a folder or a hub id"),
+        (["nowhere"], f"; name one (a relative name starts in {Path.cwd()}), or download"),
     ],
 )
 def test_a_mistake_is_a_sentence(words: list[str], said: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -373,6 +373,8 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"tokenizer": "nowhere"}, "nowhere has no tokenizer.json"),
     ({"sources": ()}, r"there are no sources; write sources=\[FILE"),
     ({"sources": ("nowhere.jsonl",)}, "'nowhere.jsonl' is not a file, a folder or a pattern"),
+    ({"sources": ("[a.jsonl]",)}, r"write sources=\[a.jsonl\], without more quotes or other brackets"),
+    ({"sources": ("(a.jsonl,b.txt)",)}, r"write several in brackets: sources=\[a.jsonl,b.txt\]"),
     ({"sources": (__file__,)}, r"test_data\.py cannot be read; convert it to one of"),
     ({"sources": ("hf:a:b:c:d",)}, r"'hf:a:b:c:d' is not like hf:org/name"),
     ({"eos": "<end>"}, "has no token '<end>'; write eos=TOKEN"),

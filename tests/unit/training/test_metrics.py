@@ -389,7 +389,10 @@ def test_names_are_drawn_as_they_are(tmp_path: Path, capfd: pytest.CaptureFixtur
     folder = tmp_path / "$5 a run, $\\no more"
     with Metrics(folder, 0, stream=io.StringIO()) as log:
         log.log(0, **{"loss": 1.0, "tokens": 1, "valid/\x1b[31m\a$\\frac$/loss": 3.4})
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "one.png").symlink_to(tmp_path / "mine")
     plots.plot([folder], tmp_path / "one.png")
+    assert (tmp_path / "mine").read_text() == "mine", "a link in a run's folder is replaced, not followed"
     assert (tmp_path / "one.png").stat().st_size > 10_000 and "missing from font" not in capfd.readouterr().err
     assert [*plots.read_runs([folder])[0].keys(plots.VALID)] == [r"\x1b[31m\x07$\frac$"]
 

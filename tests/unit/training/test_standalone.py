@@ -25,6 +25,7 @@ from training.checkpoint import layout, standalone
 from training.checkpoint.standalone import keeps, kept
 from training.cli.prepare import main as prepare
 from training.config.reading import read_config
+from training.config.schema import ModelConfig
 from training.data import open as opening
 from training.data.open import open_training
 from training.observe.metrics import read as read_metrics
@@ -276,3 +277,18 @@ def test_the_plan_of_memory_measures_nothing(place: Path, made: Callable[[Path],
     source = parts.source(read_config("", words(place, "run", made(place))))
     with mock.patch.object(measure, "measure", side_effect=AssertionError), source as origin:
         assert origin.spec.experts == 8  # type: ignore[union-attr]
+
+
+def test_a_link_in_a_runs_folder_leads_to_no_other_folder(place: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / standalone.FOLDER).symlink_to(other)
+    model = ModelConfig(source=str(place / "dense"))
+    with (
+        layout.opened(place / "dense") as origin,
+        pytest.raises(ValueError, match=r"origin is a link, .* files of .*other; remove the link"),
+    ):
+        standalone.keep(tmp_path / "run", origin, model)
+    assert [path.read_text() for path in other.iterdir()] == ["mine"]
