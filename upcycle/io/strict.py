@@ -73,7 +73,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:  # without a number, an error has its own sentence
             error.filename = str(path)
         raise
 

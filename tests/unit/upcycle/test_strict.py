@@ -184,3 +184,10 @@ def test_a_disk_that_fails_is_said_with_the_files_name(tmp_path: Path, monkeypat
             if name:
                 patch.setattr(os, name, fails)
             call()
+
+
+def test_an_error_without_a_number_keeps_its_sentence() -> None:
+    with pytest.raises(OSError, match=r"^a\.jsonl could not be written whole$"), strict.naming(Path("a.jsonl")):
+        raise OSError("a.jsonl could not be written whole")
+    with pytest.raises(OSError, match=r"No space left on device: 'a\.jsonl'"), strict.naming(Path("a.jsonl")):
+        raise OSError(28, "No space left on device")
