@@ -59,7 +59,7 @@ from evaluation.show.report import as_json, markdown
 from evaluation.show.sections import page
 from evaluation.studies.judging import outcome
 from evaluation.studies.plan import read_study
-from tests import bits
+from tests import bits, parts
 from tests.parity import test_siblings, tiny
 from tests.unit.evaluation import test_compare, test_report, test_suite_sandbox, test_tasks
 from tests.unit.training import test_data
@@ -77,9 +77,10 @@ from training.data.shards import TokenShards, read_meta
 from training.observe import metrics
 from training.optim.config import OptimConfig
 from training.optim.guard import SpikeGuard
+from training.parts import join as joining
 from upcycle.config.reading import read
 from upcycle.config.schema import Calibration, Router, UpcycleConfig
-from upcycle.converting import card
+from upcycle.converting import card, part
 from upcycle.converting import convert as converting
 from upcycle.io import publish
 from upcycle.io.checkpoint import Checkpoint
@@ -593,6 +594,30 @@ def sign_manifests(folder: Path) -> None:
         path.write_text(json.dumps({**manifest, "sum": digest(manifest)}))
 
 
+def read_part(folder: Path, path: Path) -> str:
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    found = part.open_part(folder / "law")
+    shown = part.text(found, tensors=True) + str(part.damages(found))
+    joining.join(str(folder / "base"), [str(folder / "law")], str(folder / "out"))
+    return shown + (folder / "out" / "README.md").read_text()
+
+
+def sign_part(folder: Path) -> None:
+    path = folder / "law" / part.RECORD
+    record = {key: value for key, value in json.loads(path.read_text()).items() if key != "sum"}
+    record["files"] = publish.listed([path.with_name(part.TENSORS)])
+    path.write_bytes(publish.signed(record))
+
+
+def read_joined(folder: Path, path: Path) -> str:
+    for name in ("out", "again"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    shown = inspect.describe(folder / "joined")
+    joining.remove(str(folder / "joined"), "law", str(folder / "out"))
+    joining.remove(str(folder / "out"), "code", str(folder / "again"))
+    return shown
+
+
 def saved(folder: Path) -> None:
     state = small(3, box=[1, {"a": (2, None)}, "x"])
     state.parts = {**state.parts, "guard": SpikeGuard(OptimConfig())}
@@ -1020,6 +1045,8 @@ READERS: dict[str, Reader] = {
     "siblings": Reader(siblings, read_sibling, ("config.json",)),
     "mixtures": Reader(mixtures, read_mixture, ("model/config.json", "routing.json"), sign_mixtures),
     "manifest": Reader(moe, read_manifest, ("upcycle.json",), sign_manifests),
+    "part": Reader(parts.joined, read_part, ("law/part.*",), sign_part),
+    "joined": Reader(parts.joined, read_joined, ("joined/upcycle.json", "joined/config.json"), sign_manifests),
     "weights": Reader(measured, read_measured, ("moe/*.safetensors", "moe/*.index.json")),
     "conversion": Reader(killed, lambda folder, path: again(folder), (".upcycle/*.json", ".upcycle/*.safetensors")),
     "checkpoint": Reader(saved, read_saved, ("manifest.json",), sign_saved),

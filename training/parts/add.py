@@ -93,7 +93,7 @@ def configured(asked: AddConfig, words: Sequence[str], work: Path) -> TrainConfi
     texts = [str(work / "general.jsonl"), str(work / "documents.jsonl")]
     own = [
         f"model.upcycle.source={asked.model}", f"model.upcycle.method.part={asked.name}", f"output={work / 'run'}",
-        f"model.upcycle.router.init.texts={json.dumps(texts)}", f"data.train={json.dumps([str(work / 'data')])}",
+        f"model.upcycle.router.init.texts={json.dumps(texts)}", f"data.train={json.dumps([{'path': str(work / 'data'), 'name': asked.name}])}",
         f"data.valid={json.dumps([str(work / 'general')])}",
     ]  # fmt: skip
     config = read(TrainConfig, "part", [*own, *words], TRAIN)

@@ -174,8 +174,10 @@ def remove(place: str, name: str, output: str) -> Path:
         if moe is None or not moe.parts:
             raise ValueError(f"{place} has no parts; name a folder that upcycle join wrote")
         part.first_of(moe, name)
-        manifest = read_manifest(Path(place)) or {}
-        for said in publish.damages(Path(place) / publish.MANIFEST, manifest.get("files", {}), every=True):
+        manifest = read_manifest(Path(place))
+        if manifest is None or "trained" not in manifest:
+            raise ValueError(f"{place} has no {publish.MANIFEST} of a model with parts; {AGAIN}")
+        for said in publish.damages(Path(place) / publish.MANIFEST, manifest["files"], every=True):
             raise ValueError(f"{said}; {AGAIN}")
         if len(moe.parts) == 1:
             return rebuild(Path(place), origin, manifest, folder)

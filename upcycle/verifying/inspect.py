@@ -39,6 +39,7 @@ class Method(TypedDict):
 
 class Settings(TypedDict):
     method: Method
+    experts: Count
     granularity: Count
 
 
@@ -63,6 +64,7 @@ Trained = TypedDict(  # the manifest of a model that was trained and exported
         "files": Mapping[str, Written],
         "sum": str,
         "config": NotRequired[Settings],  # of the conversion; in_slices reads these fields
+        "parts": NotRequired[Mapping[str, str]],  # of a joined model: sha256 of each part's tensors
     },
 )
 
@@ -90,7 +92,13 @@ Quantised = TypedDict(  # the manifest of a quantised model
 )
 Manifest = TypedDict(
     "Manifest",
-    {"from": str, "plan": str, "config": Settings, "promise": Promised, "files": Mapping[str, Written]},
+    {
+        "from": str,
+        "plan": str,
+        "config": Settings,
+        "promise": Promised,
+        "files": Mapping[str, Written],
+    },
 )
 
 
@@ -303,8 +311,9 @@ def unchecked(folder: Path, files: Mapping[str, Any]) -> list[str]:
 
 def source_names(manifest: Mapping[str, Any]) -> list[str]:
     """Return the folders or hub ids of the models that the converted model was made from."""
-    first = manifest["from"] or next(iter(manifest["donors"]), "")
-    return [first, *manifest["donors"]] if first else []
+    donors: list[str] = strict.held(manifest.get("donors", []), list[str], f"{MANIFEST}: donors")
+    first = manifest["from"] or next(iter(donors), "")
+    return [first, *donors] if first else []
 
 
 def source_here(manifest: Mapping[str, Any]) -> bool:
