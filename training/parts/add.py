@@ -91,9 +91,10 @@ def add(asked: AddConfig, words: Sequence[str], train: Callable[[TrainConfig], o
 def configured(asked: AddConfig, words: Sequence[str], work: Path) -> TrainConfig:
     """Return the training config of a part: the ready one with its own model, texts and folders, and then `words`."""
     texts = [str(work / "general.jsonl"), str(work / "documents.jsonl")]
+    train = {"path": str(work / "data"), "name": asked.name}
     own = [
         f"model.upcycle.source={asked.model}", f"model.upcycle.method.part={asked.name}", f"output={work / 'run'}",
-        f"model.upcycle.router.init.texts={json.dumps(texts)}", f"data.train={json.dumps([{'path': str(work / 'data'), 'name': asked.name}])}",
+        f"model.upcycle.router.init.texts={json.dumps(texts)}", f"data.train={json.dumps([train])}",
         f"data.valid={json.dumps([str(work / 'general')])}",
     ]  # fmt: skip
     config = read(TrainConfig, "part", [*own, *words], TRAIN)

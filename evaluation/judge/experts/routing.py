@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from evaluation.ask import load
+from evaluation.judge.experts.choices import choices, cut
 from evaluation.judge.experts.watch import Watch, count, pruned
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
@@ -154,15 +155,13 @@ def started(source: str) -> Iterator[Origin]:
 def coloured(model: Decoder, origin: Origin, path: str) -> list[tuple[str, str, float]]:
     """Return the first tokens of a text: (piece, the part that most of its choices outside of the base's own FFN go to,
     the share of all its choices that go there)."""
-    from evaluation.judge.experts import typed  # imports this file
-
     assert isinstance(origin.spec, MoESpec)
     spec, folder = origin.spec, next(file.parent for file in origin.files if file.name == "tokenizer.json")
     first = next(iter(text.documents([path])))[: SHOWN * 20]
-    ids, pieces = typed.cut(text.load_tokenizer(folder), first, min(SHOWN, origin.dense.context))
+    ids, pieces = cut(text.load_tokenizer(folder), first, min(SHOWN, origin.dense.context))
     device = next(model.parameters()).device
     owner = [name for name, copies in ((BASE, 1), *spec.parts) for _ in range(copies * spec.granularity)]
-    experts = [row["experts"] for row in typed.choices(model, torch.tensor(ids, device=device))]
+    experts = [row["experts"] for row in choices(model, torch.tensor(ids, device=device))]
     found = []
     for token, piece in enumerate(pieces):
         chosen = [owner[expert] for layer in experts for expert in layer[token]]
