@@ -39,7 +39,7 @@ class Method(TypedDict):
 
 class Settings(TypedDict):
     method: Method
-    experts: Count
+    experts: NotRequired[Count]  # without it nobody knows which experts are copies
     granularity: Count
 
 
@@ -221,7 +221,8 @@ def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
     """
     granularity = 1 if makes_no_copies(config) else int(config["granularity"])
     grown = (
-        config["method"]["name"] in grow.METHODS or int(config["experts"]) * int(config["granularity"]) != moe.experts
+        config["method"]["name"] in grow.METHODS
+        or int(config.get("experts", 0)) * int(config["granularity"]) != moe.experts
     )
     if granularity < 1 or moe.experts % granularity:
         raise ValueError(
