@@ -125,7 +125,7 @@ def upgrade(
     documents: str | PathLike[str],
     output: str | PathLike[str],
 ) -> Path:
-    """Write a part for a base that went on training, and return its folder; raise a ValueError with the losses if it
+    """Write a part for a base that was trained further, and return its folder; raise a ValueError with the losses if it
     breaks there.
     """
     return move(UpgradeConfig(fspath(part), fspath(old), fspath(new), fspath(documents), fspath(output)))[0]

@@ -109,7 +109,7 @@ def plot(folders: Sequence[Path], output: Path) -> None:
         if run.keys(LAYER):
             title = "Load of the fullest expert" + (f" - {run.name}" if len(runs) > 1 else "")
             panels.append((title, lambda axes, run=run: draw_load(axes, run)))  # type: ignore[misc]
-    with import_module("matplotlib").rc_context({"text.parse_math": False}):  # a $ in a name is no formula
+    with import_module("matplotlib").rc_context({"text.parse_math": False}):  # a $ in a name starts no formula
         draw_panels(figure_module, panels, runs, output)
 
 

@@ -1,6 +1,6 @@
-"""Move a part to a base that went on training, if it still helps there.
+"""Move a part to a base that was trained further, if it still helps there.
 
-What a copy learned is its difference from the old base's FFN. The new copy is the new base's FFN plus that difference,
+A copy has learned its difference from the old base's FFN. The new copy is the new base's FFN plus that difference,
 and router rows stay. Whether this works depends on how far the base moved, so the loss on the part's documents decides.
 """
 

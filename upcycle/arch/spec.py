@@ -287,7 +287,7 @@ class MoESpec:
     padding: int = 0
     shared_padding: int = 0
     # Name and copies of each part, in the order of the copies. Copy 0 is then the anchor: the dense FFN, whose router
-    # rows are zero, and which never learns. (): the copies are no parts.
+    # rows are zero, and which never learns. (): the model has none.
     parts: tuple[tuple[str, int], ...] = ()
 
     @property

@@ -24,10 +24,10 @@ COMMANDS = {  # name -> module with main(words) -> exit code, whose docstring is
     "train": ("training.cli.train", "train, or resume a run"),
     "launch": ("training.cli.launch", "write the file that runs a training under Slurm, SkyPilot, Kubernetes or Ray"),
     "export": ("training.cli.export", "turn a training checkpoint into a Hugging Face folder"),
-    "add": ("training.cli.add", "make a part: new experts that learn your documents, beside a model that stays"),
+    "add": ("training.cli.add", "make a part: new experts that learn your documents while the model stays"),
     "join": ("training.cli.join", "join parts to their base in one model"),
     "remove": ("training.cli.remove", "take a part out of a joined model"),
-    "upgrade": ("training.cli.upgrade", "move a part to a base that went on training"),
+    "upgrade": ("training.cli.upgrade", "move a part to a base that was trained further"),
     "recommend": (
         "training.cli.recommend",
         "compare dense training, slices and copies for your model, GPUs and tokens",
