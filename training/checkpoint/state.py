@@ -23,6 +23,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -298,7 +299,7 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, *, last: bool = False, shown: Sequence[Tensor] = ()) -> None:
         """Save `state` at `step`. The state may change as soon as this returns. If it is the run's `last` one, only the
-        tensors of `shown` may, so only these are copied."""
+        tensors of `shown` may, so only these are copied, or the disk is waited for where they have no room."""
         try:
             self.wait()
         except ValueError as error:
@@ -310,13 +311,15 @@ class Checkpoints:
         if not self.asynchronous:
             staged = parts
         elif last:
-            places = {tensor.data_ptr() for tensor in shown}
+            places = {tensor.data_ptr() for tensor in shown} if room_for_two(shown) else set()
             staged = {name: part.clone() if part.data_ptr() in places else part for name, part in parts.items()}
         else:
             staged = self.copy(parts)
         self.pending = self.thread.submit(self.write, step, live, staged)
         if not self.asynchronous:
             self.wait()
+        elif last and shown and not places:
+            wait_for([self.pending])  # its failure is left to the next call
 
     def check_finite(self, step: int, parts: Mapping[str, Tensor]) -> None:
         """Raise a ValueError on all ranks if a weight of any rank is not finite."""
@@ -530,6 +533,12 @@ class Checkpoints:
             torch.cuda.current_stream().synchronize()
         self.copies = copies
         return copies
+
+
+def room_for_two(tensors: Sequence[Tensor]) -> bool:
+    """Return whether their GPU has free memory for two copies of tensors: a save's, and that of a view of the weights."""
+    size = sum(tensor.nbytes for tensor in tensors if tensor.is_cuda)
+    return not size or torch.cuda.mem_get_info(tensors[0].device)[0] >= 2 * size
 
 
 def found(folder: Path) -> list[Path]:

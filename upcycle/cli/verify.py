@@ -50,10 +50,13 @@ def main(words: Sequence[str]) -> int:
     from upcycle.verifying import inspect
     from upcycle.verifying.parts import is_joined, verify_part
 
-    names = frame.names_and_words(words)[0]
-    if names and part.is_part(names[-1]) and len(names) < 3:
-        return verify_part(names[-1], *names[:-1])
-    if len(names) == 1 and is_joined(names[0]):
+    names, keys = frame.names_and_words(words)
+    of_part = len(names) in (1, 2) and part.is_part(names[-1])
+    if of_part or (len(names) == 1 and is_joined(names[0])):
+        if keys:
+            raise ValueError(f"verify got {keys[0]}; the files of parts are compared byte for byte, so leave it out")
+        if of_part:
+            return verify_part(names[-1], *names[:-1])
         return 0 if inspect.check(Path(names[0])) else PROMISE_BROKEN
     asked = asdict(frame.named(VerifyKeys, words, "dense", "moe"))
     as_json = asked.pop("json")

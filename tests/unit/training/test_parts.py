@@ -229,6 +229,7 @@ def test_bytes_that_changed_are_found(place: Path, tmp_path: Path, capsys: pytes
     folder = tmp_path / "part"
     shutil.copytree(place / "law", folder)
     assert main(["verify", str(folder)]) == 0
+    assert main(["verify", str(folder), "dtype=bfloat16"]) == 2 and "leave it out" in capsys.readouterr().err
     with (folder / "part.safetensors").open("r+b") as file:
         file.seek(-3, 2)
         file.write(b"\x01")
