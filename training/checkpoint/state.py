@@ -536,7 +536,7 @@ class Checkpoints:
 
 
 def room_for_two(tensors: Sequence[Tensor]) -> bool:
-    """Return whether their GPU has free memory for two copies of tensors: a save's, and that of a view of the weights."""
+    """Return whether their GPU has room for two copies of tensors: a save's, and that of a view of the weights."""
     size = sum(tensor.nbytes for tensor in tensors if tensor.is_cuda)
     return not size or torch.cuda.mem_get_info(tensors[0].device)[0] >= 2 * size
 

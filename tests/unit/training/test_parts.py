@@ -70,7 +70,7 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
         return layout.load(model.double(), origin)(ids)
 
 
-def test_a_token_of_the_anchor_has_the_function_of_the_base_whatever_the_part_holds(place: Path, joined: Path) -> None:
+def test_a_text_of_the_anchor_has_the_function_of_the_base_whatever_the_part_holds(place: Path, joined: Path) -> None:
     ids = torch.randint(0, 400, (2, 24), generator=torch.Generator().manual_seed(0))
     draw = torch.Generator().manual_seed(1)
     with layout.opened(joined) as origin, torch.no_grad():

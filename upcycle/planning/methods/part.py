@@ -1,7 +1,7 @@
 """Copies that one corpus teaches: copy 0 is the anchor, the dense FFN itself, which never learns.
 
 A router sends tokens that fit the corpus to the other copies, and all others to the anchor. They start equal, so the
-start is the dense model; whatever the copies learn, a token of the anchor has the dense model's function.
+start is the dense model; whatever the copies learn, a text whose tokens all stay has its function.
 """
 
 from __future__ import annotations
