@@ -38,7 +38,7 @@ table, which the classes declare for this purpose (tests/unit/training/test_seam
 | MoE | balance | balance | losses, capacity, statistics |
 | MoE | balance | bench | balanced routing |
 | MoE | balance | watch | counts of choices; restored afterwards |
-| MoE | balance | typed | the choices for a text that is typed; restored afterwards |
+| MoE | balance | choices | the choices for a text that is typed; restored afterwards |
 | MoE | balance | engine | None, to switch balancing off; restored afterwards |
 | Decoder | last | teacher | return hidden states for distillation instead of logits |
 | Decoder | embed, final_norm, head | parts | modules of several pipeline stages, in one decoder |

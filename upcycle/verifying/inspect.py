@@ -155,7 +155,9 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
         slices = typed.whole(config, "expert_slices", 1) if config.get("model_type") == "upcycled" else 1
         if slices > 1:
             lines["router"] = CHOOSES.format(slices)
-        if config.get("model_type") == "upcycled" and (parts := registry.readable("upcycled").read(config).parts):
+        if config.get("model_type") == "upcycled" and config.get("expert_parts"):
+            plain = {key: value for key, value in config.items() if key != "quantization_config"}
+            parts = registry.readable("upcycled").read(plain).parts
             lines["parts"] = "the base's own FFN, " + ", ".join(f"{name} ({copies})" for name, copies in parts)
         text = "\n".join(f"{name:<20} {printable(value)}" for name, value in lines.items())
         if tensors:

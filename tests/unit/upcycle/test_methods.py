@@ -15,7 +15,7 @@ from upcycle.config.reading import read
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting.make import Maker
 from upcycle.io.checkpoint import Checkpoint
-from upcycle.planning import methods
+from upcycle.planning import methods, routers
 from upcycle.planning.outputs import Recipe
 from upcycle.planning.plan import build
 
@@ -32,12 +32,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def made(method: str, models: list[Path]) -> dict[Recipe, Tensor]:
     source, *donors = models
     words = [f"method.name={method}", f"experts={COPIES}", f"source={source}"]
+    words += ["target=upcycled"] if methods.load(method).needs.part else []
     words += [f"donors=[{','.join(map(str, donors))}]"] if donors else []
     with ExitStack() as stack:
         checkpoints = [stack.enter_context(Checkpoint.open(folder)) for folder in models]
-        plan = build(read(UpcycleConfig, "", words), checkpoints)
-        maker = Maker(plan, checkpoints)
-        return {part: maker.part(part) for output in plan.outputs for part in output.parts}
+        plan = build(read(UpcycleConfig, "", words), checkpoints, {} if methods.load(method).needs.part else None)
+        maker, measured = Maker(plan, checkpoints), plan.config.router.init.name in routers.MEASURED
+        parts = [part for output in plan.outputs for part in output.parts]
+        return {part: maker.part(part) for part in parts if part.kind != "router" or not measured}
 
 
 @pytest.mark.parametrize("method", plugin.names("upcycle.planning.methods"))
