@@ -30,7 +30,8 @@ from training.data.shards import META
 from training.observe import metrics
 from training.run.loop import train
 from upcycle.arch.sample import make_llama
-from upcycle.config.reading import build
+from upcycle.config.reading import build, keys_of
+from upcycle.config.ready import TRAIN
 from upcycle.config.schema import UpcycleConfig
 from upcycle.io.checkpoint import Checkpoint
 
@@ -210,6 +211,15 @@ def test_the_adapters_study_plans_what_it_says_and_its_arms_learn_what_their_nam
         with online(upcycle) as origin, Checkpoint.open(tmp_path / f"{arm}-out") as out:
             moved = {name for name in out.entries if not torch.equal(out.read(name), origin.read(name))}
         assert {kind for name in moved for kind in KINDS if kind in name} == changed, arm
+
+
+def test_the_arm_of_a_part_trains_what_upcycle_add_trains(tmp_path: Path) -> None:
+    plan = read_study("parts", [f"source={tmp_path / 'dense'}", f"data={tmp_path}", f"output={tmp_path / 'out'}"])
+    ours, ready = plan.arms["part"].values, keys_of("part", TRAIN)
+    assert {key: ours[key] for key in ("optim", "balance")} == {key: ready[key] for key in ("optim", "balance")}
+    upcycle = {**ours["model"]["upcycle"], "source": "", "method": {"name": "part", "part": "part"}}
+    assert upcycle.pop("router") == {"init": {"texts": ["general.jsonl", f"{tmp_path}/out/facts/train.jsonl"]}}
+    assert upcycle == ready["model"]["upcycle"] and plan.control == "untouched"
 
 
 def test_stages_are_no_arm(tmp_path: Path) -> None:
