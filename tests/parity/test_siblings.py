@@ -38,7 +38,8 @@ from upcycle.verifying.inspect import describe
 from upcycle.verifying.verify import verify
 
 logging.disable_progress_bar()
-TOLERANCE, BROKEN = 1e-6, 1e-3  # of the largest logit, in float64 but for routers; what a twin must exceed
+# of the largest logit, in float64 but for routers, whose float32 rounds by the processor; and what a twin must exceed
+TOLERANCE, BROKEN = 4e-6, 1e-3
 ROPE = {"rope_theta": 300.0, "rope_type": "default"}
 OWN: dict[str, dict[str, Any]] = {
     "ernie4_5": {"head_dim": 24, "rope_parameters": ROPE, "rms_norm_eps": 0.1},
