@@ -572,8 +572,11 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
     try:
         with (
             explained(partial),
-            job(partial, identity, worker, lambda: None, SHARD, lambda: adopt(partial, identity)) as watch,
-        ):
+            job(
+                partial, identity, worker, lambda: None, SHARD, lambda: adopt(partial, identity),
+                lambda: made(output, identity),
+            ) as watch,
+        ):  # fmt: skip
             if worker.rank == 0:
                 check_first(partial, output)
             broken = broken_parts(len(sources), partial, worker)

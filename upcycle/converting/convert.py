@@ -84,7 +84,13 @@ def convert(
             check_current(output, checkpoints)
         return output
     try:
-        with explained(partial), job(partial, identity, worker, lambda: check_space(plan, partial), SHARD) as watch:
+        with (
+            explained(partial),
+            job(
+                partial, identity, worker, lambda: check_space(plan, partial), SHARD,
+                over=lambda: made(output, identity),
+            ) as watch,
+        ):  # fmt: skip
             if worker.rank == 0:
                 check_first(partial, output)
             plan = replace(plan, observed=observations(plan, checkpoints, partial, watch, quiet=quiet))

@@ -147,12 +147,14 @@ def job(
     check: Callable[[], object],
     shard: str = "",
     adopt: Callable[[], object] | None = None,
+    over: Callable[[], bool] = lambda: False,
 ) -> Iterator[Watch]:
     """Join the job as one rank; there is one process per rank, and all must have the same identity.
 
     `check` runs before the first write, and may raise. `shard` is the pattern of the names of files that ranks write.
     `adopt` decides which unfinished files of another identity to keep, and may raise; without `adopt`, unfinished files
-    of another identity raise a ValueError.
+    of another identity raise a ValueError. `over` returns True once rank 0 has finished the job, for which a late rank
+    must not wait.
     """
     if worker.rank == 0:
         check_ours(partial)
@@ -160,7 +162,7 @@ def job(
             check()
         make_folder(partial / JOB)
     wait_until(
-        lambda: (partial / JOB).is_dir(),
+        lambda: (partial / JOB).is_dir() or over(),
         f"rank 0 did not start {partial} within a minute; check that process, or if there is none, unset "
         f"RANK={worker.rank} and WORLD_SIZE={worker.count}",
     )
@@ -175,10 +177,12 @@ def job(
             if worker.rank == 0:
                 start_job(partial, identity, check, adopt)
             wait_until(  # rank 0 replaces a stale job.json
-                lambda: read_json(partial / JOB / "job.json") == dict(identity),
+                lambda: over() or read_json(partial / JOB / "job.json") == dict(identity),
                 f"rank 0 is not writing {partial}, or it has another plan or source than this process; check that "
                 "process, and give all processes the same config",
             )
+            if worker.rank and over():
+                raise ValueError(f"another process has just finished {partial}; run the same command again")
             yield Watch(partial, worker)
         except BaseException as error:
             if worker.count > 1 and (partial / JOB).is_dir():  # so that others do not wait for this rank's shards

@@ -574,6 +574,17 @@ def test_two_processes_make_the_same_bytes(tokenizer: Path, tmp_path: Path) -> N
     assert digests(tmp_path / "out") == wanted
 
 
+def test_a_process_that_comes_when_rank_0_is_done_waits_for_nobody(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", texts(5))  # one source, which is rank 0's
+    folder = run(tmp_path / "out", tokenizer, path).folder
+    monkeypatch.setattr(prepare_module, "complete", lambda *_: False)  # it looked before rank 0 was done
+    monkeypatch.setattr(job.time, "sleep", lambda _: pytest.fail("it waits"))
+    config = PrepareConfig(str(tmp_path / "out"), str(tokenizer), (str(path),))
+    assert prepare(config, Worker(1, 2), quiet=True) == folder
+
+
 def test_what_is_there_is_kept(tokenizer: Path, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", texts(5))
     first = run(tmp_path / "out", tokenizer, path)

@@ -90,10 +90,22 @@ def test_a_process_that_comes_when_all_is_done_is_content(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A late rank looks for the output just before rank 0, which found every shard there, renames the folder."""
-    monkeypatch.setattr(job, "PATIENCE", 0.5)
     folder = convert(*shared_job(llama, tmp_path / "moe"), quiet=True)
     monkeypatch.setattr(converting, "complete", lambda *_: False)
+    monkeypatch.setattr(job.time, "sleep", lambda _: pytest.fail("it waits"))
     assert convert(*shared_job(llama, tmp_path / "moe"), Worker(1, 2), quiet=True) == folder
+
+
+def test_a_process_whose_folder_is_renamed_while_it_joins_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "moe.partial" / job.JOB).mkdir(parents=True)  # of another job, whose rank 0 has not replaced job.json
+    monkeypatch.setattr(job.time, "sleep", lambda _: pytest.fail("it waits"))
+    with (
+        pytest.raises(ValueError, match="has just finished"),
+        job.job(tmp_path / "moe.partial", {"plan": 1}, Worker(1, 2), lambda: None, over=lambda: True),
+    ):
+        pytest.fail("it works in a folder that is finished")
 
 
 def test_two_runs_of_different_size_never_write_one_file(
