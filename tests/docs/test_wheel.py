@@ -26,7 +26,17 @@ import upcycle
 assert upcycle.__file__.startswith(sys.prefix), upcycle.__file__
 assert version("upcycle") == upcycle.__version__
 [script] = entry_points(group="console_scripts", name="upcycle")
-script.load()()
+"""
+ONE = f"{RUN}script.load()()"
+# several commands in one process, which imports once; each line of standard input is a command
+MANY = f"""{RUN}
+import contextlib, io, json
+from upcycle.__main__ import main
+for line in sys.stdin.read().splitlines():
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(json.loads(line))
+    print(json.dumps([code, said.getvalue()]))
 """
 SMALL = [
     "data.sequence=32",
@@ -37,6 +47,7 @@ SMALL = [
     "model.dtype=float32",
     "mesh.ep=1",
 ]
+DATA = ["data.train=[tokens]", "data.valid=[]"]
 
 
 @pytest.fixture(scope="module")
@@ -116,24 +127,27 @@ def test_it_plans_converts_trains_and_asks_in_a_bare_environment(wheel: Path, tm
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('not ours')")
 
-    def upcycle(*words: str, code: int = 0) -> str:
-        command = [python, "-c", RUN, *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT)
-        assert done.returncode == code, (words, done.stdout, done.stderr)
-        return done.stdout + done.stderr
-
-    assert "usage: upcycle COMMAND" in upcycle("--help")
-    assert "target       mixtral: asked for" in upcycle("plan", "llama3-8b-e8t2", "source=dense")
-    assert "did you mean 'llama3-8b-e8t2'" in upcycle("plan", "llama3-8b-e8t3", "source=dense", code=2)
-    assert "moe is complete" in upcycle("convert", "source=dense", "output=moe", "experts=4")
-    upcycle("prepare", "tokens", "tokenizer=dense", "sources=[book.txt]")
-    data = ["data.train=[tokens]", "data.valid=[]"]
-    assert "runs/moe is trained" in upcycle(
-        "train", "model.source=moe", *data, *SMALL, "output=runs/moe", "export=trained"
-    )
-    chat = ["model.upcycle.source=dense", *data, *SMALL, "output=runs/chat", "export=", "batch=4"]
-    assert "runs/chat is trained" in upcycle("train", "chat", *chat)
-    assert "mappings fit" in upcycle("estimate", "chat", *chat, "gpus=8", "batch=64", "hardware=h100")
-    upcycle("eval", "tiny", "trained", "limit=2", "device=cpu", "output=asked")
-    upcycle("report", "asked", "runs/moe", "moe", "output=report.html")
+    command = [python, "-c", ONE, "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0 and "usage: upcycle COMMAND" in done.stdout, done.stderr
+    train = ["train", "model.source=moe", *DATA, *SMALL, "output=runs/moe", "export=trained"]
+    chat = ["chat", "model.upcycle.source=dense", *DATA, *SMALL, "output=runs/chat", "export=", "batch=4"]
+    says: list[tuple[list[str], int, str]] = [
+        (["plan", "llama3-8b-e8t2", "source=dense"], 0, "target       mixtral: asked for"),
+        (["plan", "llama3-8b-e8t3", "source=dense"], 2, "did you mean 'llama3-8b-e8t2'"),
+        (["convert", "source=dense", "output=moe", "experts=4"], 0, "moe is complete"),
+        (["prepare", "tokens", "tokenizer=dense", "sources=[book.txt]"], 0, "tokens"),
+        (train, 0, "runs/moe is trained"),
+        (["train", *chat], 0, "runs/chat is trained"),
+        (["estimate", *chat, "gpus=8", "batch=64", "hardware=h100"], 0, "mappings fit"),
+        (["eval", "tiny", "trained", "limit=2", "device=cpu", "output=asked"], 0, ""),
+        (["report", "asked", "runs/moe", "moe", "output=report.html"], 0, "report.html"),
+    ]
+    lines = "\n".join(json.dumps(words) for words, _, _ in says)
+    command = [python, "-c", MANY]
+    done = subprocess.run(command, cwd=tmp_path, input=lines, capture_output=True, text=True, env=ENVIRONMENT)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and len(found) == len(says), done.stderr
+    for (words, code, said), (ended, printed) in zip(says, found, strict=True):
+        assert ended == code and said in printed, (words, printed)
     assert (tmp_path / "report.html").is_file()
