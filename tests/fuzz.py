@@ -54,6 +54,7 @@ from evaluation.ask.tasks import read_suite
 from evaluation.facts import suite as facts_suite
 from evaluation.judge.compare import compare
 from evaluation.show import facts as shown_facts
+from evaluation.show import live
 from evaluation.show.page import rendered
 from evaluation.show.report import as_json, markdown
 from evaluation.show.sections import page
@@ -733,6 +734,10 @@ def read_trained(folder: Path, path: Path) -> str:
     return shown
 
 
+def read_watched(folder: Path, path: Path) -> str:
+    return "".join(live.page_of(name, run) for name, run in live.shown_in(folder).items())
+
+
 def read_kept(folder: Path, path: Path) -> str:
     run = next(parent for parent in path.parents if parent.parent == folder)
     origin = standalone.kept(run)
@@ -1052,6 +1057,7 @@ READERS: dict[str, Reader] = {
     "checkpoint": Reader(saved, read_saved, ("manifest.json",), sign_saved),
     "state": Reader(saved, read_saved, ("shard-*.safetensors",), sign_saved),
     "run": Reader(trained, read_trained, ("metrics.jsonl", "run.json", "dense.yaml", "moe.yaml")),
+    "watched": Reader(trained, read_watched, ("metrics.jsonl", "run.json", "origin/*.json")),
     "origin": Reader(trained, read_kept, ("origin/*.json",)),
     "texts": Reader(texts, read_texts, ("text/*",)),
     "preparation": Reader(begun, read_texts, (".upcycle/*.json",)),

@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse(404, "there is no such page")
         if self.headers.get_content_type() != "application/json":  # a stranger's page cannot send it here
             return self.refuse(415, "the request must be application/json")
-        if not length.isdecimal() or int(length[:9]) > MOST:
+        if not length.isdecimal() or len(length) > len(str(MOST)) or int(length) > MOST:
             return self.refuse(413, f"a request has at most {MOST} bytes")
         try:
             asked = strict.parse_object(self.rfile.read(int(length)), "the request")

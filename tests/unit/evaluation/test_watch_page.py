@@ -250,6 +250,7 @@ def test_requests_are_bounded(client: Client) -> None:
     json_type = {"Content_Type": "application/json"}
     assert client("/text", b"x" * (server.MOST + 1), **json_type)[0] == 413
     assert client("/text", b"{}", **json_type, Content_Length="9" * 30)[0] == 413
+    assert client("/text", b"{}", **json_type, Content_Length="0" * 9 + "9" * 15)[0] == 413
     assert client("/text", b"{}", **json_type, Content_Length="-1")[0] == 413
     assert client("/text", b"{}", Content_Type="text/plain")[0] == 415
     assert client("/text", b"[" * 50_000, **json_type)[0] == 400
