@@ -30,9 +30,9 @@ from evaluation.ask.packing import FOREVER, Batch, Ids, Input, Plan, Row, plan, 
 from training.kernels.attention import capped
 from training.model.decoder import Decoder, Layer
 from training.model.layers import LatentAttention
-from training.model.rope import original
 from training.parallel.collectives import all_gather, gather
 from training.parallel.shard import moe_blocks, reshard
+from upcycle.arch.rope import original
 
 LOGITS = 1 << 26  # elements of logits at a time
 

@@ -12,7 +12,7 @@ from training.model.attention import Sdpa, Seen, fastest_first, look
 from training.model.layers import Attention, FeedForward, LatentAttention, Linear, Norm, Region, norm, once
 from training.model.loss import Lesson, taught_cross_entropy
 from training.model.moe import MoE
-from training.model.rope import angles
+from upcycle.arch.rope import angles
 from upcycle.arch.spec import DenseSpec, MoESpec
 
 

@@ -176,6 +176,7 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
     for stage in stages_of(config):
         check_tokens(stage.config.data)
     with origin_of(config, resumes and keeps, nothing if resumes else observing(config, device)) as origin:
+        torch.cuda.empty_cache()  # of the measures; the model's tensors have other sizes
         config, experts = with_backend(config, origin.spec, device.type)
         say(experts)
         stages = stages_of(config)

@@ -352,11 +352,11 @@ def hub_id(source: str) -> str:
 
 def terms(dense: Path) -> dict[str, Any]:
     """Return license, license_name and license_link from the metadata of the base's own card."""
-    from huggingface_hub import ModelCard
-
     file = dense / "README.md"
     if not file.is_file() or file.stat().st_size > MAX_CARD:
         return {}
+    from huggingface_hub import ModelCard
+
     try:
         data: Any = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
         found = data.to_dict()

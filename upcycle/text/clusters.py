@@ -4,10 +4,12 @@ Random rows send most tokens to a few experts, and their choice says little abou
 all tokens elsewhere before it ends (docs/science.md). These rows are linear, like a router: an expert's score is the
 nearness of its cluster's centre minus a price, which is high for clusters that attract too many tokens.
 
-Shapes: T tokens, D hidden size, N clusters.
+Shapes: L layers, T tokens, D hidden size, N clusters. x_L is a list of one tensor a layer.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,49 +26,87 @@ CONSTANT = 1e-4  # ridge for the direction on which all tokens agree
 
 
 @torch.no_grad()
-def rows(x_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
-    """Make float32 router rows (N, D) that send about equally many of these tokens to each of `count` clusters."""
-    if len(x_TD) < 2 * count or count < 2:
+def rows(seen: Mapping[int, Tensor], count: int, seed: int) -> dict[int, Tensor]:
+    """Make float32 router rows (N, D) for each layer, that send about equally many of its tokens (T, D) to each of
+    `count` clusters.
+
+    Prices of all layers change together: a change is a dozen small operations, and a GPU waits for the host to launch
+    each. Sums of floats are made layer by layer, so that a layer's rows do not depend on which others are given.
+    """
+    for x_TD in seen.values():
+        check(len(x_TD), count)
+    x_L = [x_TD.float() for x_TD in seen.values()]
+    mean_L = [x_TD.mean(0) for x_TD in x_L]
+    apart_L = [x_TD - mean_D for x_TD, mean_D in zip(x_L, mean_L, strict=True)]
+    centre_L = first_centres(apart_L, count, [rng.generator(seed, "cluster tokens", layer) for layer in seen])
+    price_LN1 = x_L[0].new_zeros(len(x_L), count, 1)
+    for _ in range(ROUNDS):
+        far_LNT = torch.stack([distances(*each) for each in zip(apart_L, centre_L, strict=True)])
+        step_L11 = BID * spread(far_LNT)
+        for _ in range(BIDS):
+            price_LN1 = price_LN1 + step_L11 * excess((far_LNT + price_LN1).min(1).indices, count)
+        cluster_LT = (far_LNT + price_LN1).min(1).indices
+        centre_L = [moved(*each) for each in zip(apart_L, centre_L, cluster_LT, strict=True)]
+    agreed_L = [
+        constant(x_TD, torch.cat([mean_D[None], centre_ND]))
+        for x_TD, mean_D, centre_ND in zip(x_L, mean_L, centre_L, strict=True)
+    ]
+    rows_L = [nearness(*each) for each in zip(centre_L, price_LN1, mean_L, agreed_L, strict=True)]
+    near_LNT = torch.stack([rows_ND @ x_TD.T for rows_ND, x_TD in zip(rows_L, x_L, strict=True)])
+    agreed_L1T = torch.stack([x_TD @ agreed_D for x_TD, agreed_D in zip(x_L, agreed_L, strict=True)])[:, None]
+    unit_L11, price_LN1 = spread(near_LNT), torch.zeros_like(price_LN1)
+    for step in range(LAST):  # the constant direction is not exactly 1
+        loads_LN1 = excess((near_LNT - price_LN1 * agreed_L1T).max(1).indices, count)
+        price_LN1 = price_LN1 + BID * (1 - step / LAST) * unit_L11 * loads_LN1
+    made_L = [
+        scaled(rows_ND - price_N1 * agreed_D, x_TD)
+        for rows_ND, price_N1, agreed_D, x_TD in zip(rows_L, price_LN1, agreed_L, x_L, strict=True)
+    ]
+    return dict(zip(seen, made_L, strict=True))
+
+
+def check(tokens: int, count: int) -> None:
+    """Raise a ValueError if there is not enough text to divide."""
+    if tokens < 2 * count or count < 2:
         raise ValueError(
-            f"{len(x_TD)} tokens of text cannot be divided into {count} clusters for router.init.name=clusters; give "
+            f"{tokens} tokens of text cannot be divided into {count} clusters for router.init.name=clusters; give "
             f"at least {2 * max(count, 2)} (calibration.tokens), two experts, or write router.init.name=normal"
         )
-    x_TD = x_TD.float()
-    mean_D = x_TD.mean(0)
-    apart_TD = x_TD - mean_D
-    centre_ND = first_centres(apart_TD, count, seed, layer)
-    price_N1 = x_TD.new_zeros(count, 1)
-    for _ in range(ROUNDS):
-        far_NT = distances(apart_TD, centre_ND)
-        unit = far_NT.std(0).mean()
-        for _ in range(BIDS):
-            price_N1 = price_N1 + BID * unit * excess((far_NT + price_N1).min(0).indices, count)
-        cluster_T = (far_NT + price_N1).min(0).indices
-        member_NT = (cluster_T == torch.arange(count, device=x_TD.device)[:, None]).float()
-        size_N1 = member_NT.sum(1, keepdim=True)  # sums as products, which have a fixed order on a GPU too
-        centre_ND = torch.where(size_N1 > 0, member_NT @ apart_TD / size_N1.clamp_min(1), centre_ND)
-    agreed_D = constant(x_TD, torch.cat([mean_D[None], centre_ND]))
-    rows_ND = nearness(centre_ND, price_N1, mean_D, agreed_D)
-    near_NT, agreed_T = rows_ND @ x_TD.T, x_TD @ agreed_D
-    unit, price_N1 = near_NT.std(0).mean(), torch.zeros_like(price_N1)
-    for step in range(LAST):  # the constant direction is not exactly 1
-        loads_N1 = excess((near_NT - price_N1 * agreed_T).max(0).indices, count)
-        price_N1 = price_N1 + BID * (1 - step / LAST) * unit * loads_N1
-    rows_ND = rows_ND - price_N1 * agreed_D
+
+
+def first_centres(apart_L: Sequence[Tensor], count: int, generators: Sequence[torch.Generator]) -> list[Tensor]:
+    """Draw tokens of each layer as first centres (k-means++), with probability by their distance to the earlier ones.
+    The layers' distances come from the device together, once for each centre."""
+    far_LT = torch.ones(len(apart_L), len(apart_L[0]))
+    drawn_L: list[list[int]] = [[] for _ in apart_L]
+    for number in range(count):
+        if number:
+            pairs = zip(apart_L, drawn_L, strict=True)
+            squares = (((apart_TD - apart_TD[drawn[-1]]) ** 2).sum(1) for apart_TD, drawn in pairs)
+            to_last_LT = torch.stack(list(squares)).cpu()
+            far_LT = to_last_LT if number == 1 else torch.minimum(far_LT, to_last_LT)
+        for far_T, drawn, generator in zip(far_LT, drawn_L, generators, strict=True):
+            weight_T = far_T if float(far_T.sum()) > 0 else torch.ones_like(far_T)
+            drawn.append(int(torch.multinomial(weight_T, 1, generator=generator)))
+    return [apart_TD[drawn].clone() for apart_TD, drawn in zip(apart_L, drawn_L, strict=True)]
+
+
+def spread(value_LNT: Tensor) -> Tensor:
+    """Return the mean deviation (L, 1, 1) of a token's values over the clusters."""
+    return torch.stack([value_NT.std(0).mean() for value_NT in value_LNT])[:, None, None]
+
+
+def moved(apart_TD: Tensor, centre_ND: Tensor, cluster_T: Tensor) -> Tensor:
+    """Return the mean of each cluster's tokens, and the earlier centre of an empty cluster."""
+    member_NT = (cluster_T == torch.arange(len(centre_ND), device=apart_TD.device)[:, None]).float()
+    size_N1 = member_NT.sum(1, keepdim=True)  # sums as products, which have a fixed order on a GPU too
+    return torch.where(size_N1 > 0, member_NT @ apart_TD / size_N1.clamp_min(1), centre_ND)
+
+
+def scaled(rows_ND: Tensor, x_TD: Tensor) -> Tensor:
+    """Return the rows around their mean, with logits that have the deviation SPREAD."""
     rows_ND = rows_ND - rows_ND.mean(0)
     return rows_ND * (SPREAD / (rows_ND @ x_TD.T).std(0).mean().clamp_min(1e-12))
-
-
-def first_centres(apart_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
-    """Draw tokens as first centres (k-means++), with probability by their distance to the earlier centres."""
-    generator = rng.generator(seed, "cluster tokens", layer)
-    far_T, drawn = torch.ones(len(apart_TD)), list[int]()
-    for _ in range(count):
-        weight_T = far_T if float(far_T.sum()) > 0 else torch.ones_like(far_T)
-        drawn.append(int(torch.multinomial(weight_T, 1, generator=generator)))
-        to_last_T = ((apart_TD - apart_TD[drawn[-1]]) ** 2).sum(1).cpu()
-        far_T = to_last_T if len(drawn) == 1 else torch.minimum(far_T, to_last_T)
-    return apart_TD[drawn].clone()
 
 
 def distances(apart_TD: Tensor, centre_ND: Tensor) -> Tensor:
@@ -83,11 +123,11 @@ def nearness(centre_ND: Tensor, price_N1: Tensor, mean_D: Tensor, agreed_D: Tens
     return 2 * centre_ND + offset_N1 * agreed_D
 
 
-def excess(cluster_T: Tensor, count: int) -> Tensor:
-    """Return the logarithm (N, 1) of each cluster's load over the mean."""
-    one_T = torch.ones_like(cluster_T)  # torch.bincount would wait for the GPU
-    loads_N = cluster_T.new_zeros(count).scatter_add_(0, cluster_T, one_T) * (count / len(cluster_T))
-    return loads_N.float().clamp_min(EMPTY).log()[:, None]
+def excess(cluster_LT: Tensor, count: int) -> Tensor:
+    """Return the logarithm (L, N, 1) of each cluster's load over the mean."""
+    one_LT = torch.ones_like(cluster_LT)  # torch.bincount would wait for the GPU
+    loads_LN = cluster_LT.new_zeros(len(cluster_LT), count).scatter_add_(1, cluster_LT, one_LT)
+    return (loads_LN * (count / cluster_LT.shape[1])).float().clamp_min(EMPTY).log()[:, :, None]
 
 
 def constant(x_TD: Tensor, span_MD: Tensor) -> Tensor:
@@ -95,6 +135,7 @@ def constant(x_TD: Tensor, span_MD: Tensor) -> Tensor:
     seen_TM = (x_TD @ span_MD.T).double()
     gram_MM = seen_TM.T @ seen_TM
     gram_MM.diagonal().add_(CONSTANT * gram_MM.diagonal().mean())
-    weight_M = torch.linalg.solve(gram_MM, seen_TM.sum(0))
-    direction_D: Tensor = weight_M.float() @ span_MD
+    # few numbers: a GPU would first load its library of solvers
+    solved_M = torch.linalg.solve(gram_MM.cpu(), seen_TM.sum(0).cpu())
+    direction_D: Tensor = solved_M.float().to(span_MD.device) @ span_MD
     return direction_D

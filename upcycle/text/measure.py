@@ -9,7 +9,7 @@ layers.L.mass    the mean, over tokens, of the sum of the chosen weights
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -22,8 +22,10 @@ from upcycle.planning import request, routers
 from upcycle.planning.plan import UpcyclePlan
 from upcycle.text import clusters, observe, parts
 from upcycle.text import tokens as text
+from upcycle.text.layer import Read
 
 Text = tuple[Tensor, Tensor]  # ids [sequence, token], and the domain of every token
+TOGETHER = 1 << 30  # bytes of router inputs that a device divides into clusters together; a CPU's caches hold one layer
 TOP = 10  # the most active neurons that mark a token, as in CMoE
 
 
@@ -39,36 +41,57 @@ def measure(
     moe, init = plan.moe, plan.config.router.init
     ids, domain = text or tokens(plan, checkpoints)
     measured: dict[str, Tensor] = {}
-    for view in observe.walk(plan.dense, reader(plan, checkpoints), ids, quiet=quiet, device=device):
-        if view.layer not in moe.layers:
-            continue
-        prefix, rows = f"layers.{view.layer}", None
+    views = observe.walk(plan.dense, reader(plan, checkpoints), ids, quiet=quiet, device=device)
+    together = TOGETHER if init.name == "clusters" and torch.device(device).type != "cpu" else 0
+    for group in grouped((view for view in views if view.layer in moe.layers), together):
+        found: dict[int, Tensor] = {}
         if init.name == "clusters":
-            rows = clusters.rows(view.router_input, moe.copies, plan.config.seed, view.layer).cpu()
-        x_TD = view.router_input.cpu()
-        if plan.method.needs.order:
-            marks_TF = observe.neuron_activity(view.ffn, x_TD, plan.dense.activation, TOP)
-            order, representatives = observe.cluster_neurons(marks_TF, moe.cut_shared, moe.cut_widths, plan.config.seed)
-            measured[f"{prefix}.order"] = order
-            if init.name == "neurons":
-                rows = view.ffn["gate" if plan.dense.gated else "up"][representatives].float()
-        if init.name == "hidden":
-            rows = observe.domain_means(x_TD, domain)
-        if init.name == "parts":
-            row_D, left = parts.row(x_TD[domain == 0], x_TD[domain == 1], getattr(torch, moe.dtype))
-            rows = torch.stack([torch.zeros_like(row_D), *[row_D] * (moe.copies - 1)])
-            measured[f"{prefix}.left"] = torch.tensor(left, dtype=torch.float64)
-        if rows is not None:
-            measured[f"{prefix}.rows"] = rows.contiguous()
-        if plan.scale == "calibrated":
-            distinct = router_rows(plan, view.layer, rows)
-            mass = observe.router_mass(x_TD, routers.repeated(distinct, moe.experts), moe)
-            measured[f"{prefix}.mass"] = torch.tensor(mass, dtype=torch.float64)
+            found = clusters.rows({view.layer: view.router_input for view in group}, moe.copies, plan.config.seed)
+        for view in group:
+            measured |= measure_layer(plan, view, domain, found.get(view.layer))
     if init.name == "parts" and not any(float(measured[f"layers.{layer}.left"][1]) for layer in moe.layers):
         raise ValueError(
             f"no layer tells {init.texts[1]} from {init.texts[0]}, so the part would get no token; give more text "
             "(calibration.tokens), or general text of other kinds"
         )
+    return measured
+
+
+def grouped(views: Iterable[observe.LayerView], together: int) -> Iterator[list[observe.LayerView]]:
+    """Yield the views in lists whose router inputs have at most `together` bytes, or of one view."""
+    group: list[observe.LayerView] = []
+    for view in views:
+        if group and (len(group) + 1) * view.router_input.nbytes > together:
+            yield group
+            group = []
+        group.append(view)
+    if group:
+        yield group
+
+
+def measure_layer(plan: UpcyclePlan, view: observe.LayerView, domain: Tensor, rows: Tensor | None) -> dict[str, Tensor]:
+    """Return the measurements of a layer; `rows` are its clusters' router rows."""
+    moe, init, prefix, x_TD = plan.moe, plan.config.router.init, f"layers.{view.layer}", view.router_input
+    measured: dict[str, Tensor] = {}
+    if plan.method.needs.order:
+        marks_TF = observe.neuron_activity(view.ffn, x_TD.cpu(), plan.dense.activation, TOP)
+        order, representatives = observe.cluster_neurons(marks_TF, moe.cut_shared, moe.cut_widths, plan.config.seed)
+        measured[f"{prefix}.order"] = order
+        if init.name == "neurons":
+            rows = view.ffn["gate" if plan.dense.gated else "up"][representatives].float()
+    if init.name == "hidden":
+        rows = observe.domain_means(x_TD.cpu(), domain)
+    if init.name == "parts":
+        general_TD, own_TD = (x_TD.cpu()[domain == kind] for kind in (0, 1))
+        row_D, left = parts.row(general_TD, own_TD, getattr(torch, moe.dtype))
+        rows = torch.stack([torch.zeros_like(row_D), *[row_D] * (moe.copies - 1)])
+        measured[f"{prefix}.left"] = torch.tensor(left, dtype=torch.float64)
+    if rows is not None:
+        measured[f"{prefix}.rows"] = rows = rows.cpu().contiguous()
+    if plan.scale == "calibrated":
+        distinct = router_rows(plan, view.layer, rows)
+        mass = observe.router_mass(x_TD.cpu(), routers.repeated(distinct, moe.experts), moe)
+        measured[f"{prefix}.mass"] = torch.tensor(mass, dtype=torch.float64)
     return measured
 
 
@@ -107,7 +130,7 @@ def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], given: Callable
     return torch.cat(batches), domain
 
 
-def reader(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> observe.Read:
+def reader(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Read:
     """Return a function role -> tensor of the base, or the donors' mean if the method averages the rest."""
     maker = Maker(plan, checkpoints)
     sources = registry.family(plan.dense.family).sources(plan.dense)

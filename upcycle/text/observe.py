@@ -9,7 +9,7 @@ Shapes: T tokens, D hidden size, F neurons, N experts, E domains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,25 +17,23 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
-from upcycle.arch import slots
 from upcycle.arch.ffn import ACTIVATIONS, FFN
 from upcycle.arch.spec import DenseSpec, MoESpec
-from upcycle.arch.targets import upcycled
 from upcycle.planning import rng, routers
+from upcycle.text.layer import Layer, Read, layer_ffn
 
-Read = Callable[[str], Tensor]  # a role (see spec.py) -> its tensor
 CHUNK = 2048  # tokens at a time where a (T, F) or (T, N) matrix would be large
 ROUNDS = 10  # of k-means, at most
 
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer of the dense model on the calibration tokens. Valid until `walk` advances to the next layer."""
+    """One layer of the dense model on the calibration tokens."""
 
     layer: int
     router_input: Tensor  # (T, D), the input of a router of this layer
     ffn: FFN  # the dense weights, each read on use
-    output: Tensor  # (T, D), the next layer's input, which overwrites it
+    output: Tensor  # (T, D), the next layer's input, which overwrites it when `walk` continues
 
 
 def walk(
@@ -53,35 +51,14 @@ def walk(
 @torch.no_grad()
 def run_layer(spec: DenseSpec, read: Read, index: int, x_BSD: Tensor) -> Tensor:
     """Replace x_BSD in place by the layer's output, and return the input of its FFN, (T, D)."""
-    from upcycle.arch.remote import modeling_upcycled as model  # imports transformers
-
-    dense = MoESpec(spec, layers=(), widths=(), top_k=0, copies=1, dtype="float32")
-    config = model.UpcycledConfig(**upcycled.TARGET.config(dense))
-    config._attn_implementation = "eager" if spec.attention_cap else "sdpa"  # SDPA has no soft cap
-    with torch.device("meta"):
-        layer = model.UpcycledDecoderLayer(config, index)
-    weights = {}
-    for role in spec.attention_shapes() | spec.ffn_shapes():
-        part, kind = role.rsplit(".", 1)
-        weights[f"{slots.LLAMA[part]}.{kind}"] = read(f"layers.{index}.{role}").to(x_BSD.device).float()
-    layer.load_state_dict(weights, assign=True)
-    seen: list[Tensor] = []
-    layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1)))
-    positions = torch.arange(x_BSD.shape[1], device=x_BSD.device).unsqueeze(0)
-    kind = (config.layer_types or [])[index]
-    angles = model.UpcycledRotaryEmbedding(config, kind)(x_BSD, positions)
+    roles = [f"layers.{index}.{role}" for role in spec.attention_shapes() | spec.ffn_shapes()]
+    layer = Layer(spec, index, {role: read(role).to(x_BSD.device).float() for role in roles}.__getitem__)
+    seen = []
     for part_BSD in torch.split(x_BSD, max(1, CHUNK // x_BSD.shape[1])):
-        masks = model.layer_masks(config, part_BSD, None, positions)
-        part_BSD.copy_(layer(part_BSD, attention_mask=masks[kind], position_embeddings=angles))
+        out_BSD, read_BSD = layer(part_BSD)
+        seen.append(read_BSD.flatten(0, 1))
+        part_BSD.copy_(out_BSD)
     return torch.cat(seen)
-
-
-def layer_ffn(spec: DenseSpec, read: Read, layer: int) -> FFN:
-    def read_matrix(matrix: str) -> Tensor:
-        part, _, bias = matrix.partition("_")
-        return read(f"layers.{layer}.{part}.{bias or 'weight'}")
-
-    return FFN(spec.ffn, spec.hidden, spec.ffn_matrices, read_matrix)
 
 
 # ---- for routers

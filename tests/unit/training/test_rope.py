@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from training.model import rope
+from upcycle.arch import rope
 from upcycle.arch.spec import DenseSpec
 
 SPEC = DenseSpec(family="llama", layers=1, hidden=16, ffn=8, heads=1, kv_heads=1, head_dim=16, vocab=8, context=32, tied=True)  # fmt: skip

@@ -261,7 +261,7 @@ def test_first_rows_are_clusters_of_the_text_that_a_run_reads_first(
         assert run.origin.plan is not None and ids.shape == (20, 24)
         plan, sources = run.origin.plan, [Checkpoint.open(str(place / "dense"))]
         for view in observe.walk(plan.dense, measure.reader(plan, sources), ids, quiet=True):
-            want = clusters.rows(view.router_input, 4, 0, view.layer)
+            want = clusters.rows({view.layer: view.router_input}, 4, 0)[view.layer]
             assert torch.equal(run.model.get_parameter(f"layers.{view.layer}.ffn.router.weight")[::2], want)
 
 

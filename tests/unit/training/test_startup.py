@@ -1,15 +1,20 @@
-"""Ctrl-C before the first step is a sentence and 130, whatever is being read; words from elsewhere are answered."""
+"""Ctrl-C before the first step is a sentence and 130, whatever is being read; words from elsewhere are answered; and
+packages that take seconds to import are left alone."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.training.test_standalone import slices
 from tests.unit.training.test_train import place
 from training.__main__ import main
 from training.checkpoint import layout, standalone, storage
@@ -80,3 +85,34 @@ def test_a_word_of_other_programs_is_answered_with_ours(
 ) -> None:
     assert main([word]) == 2
     assert says in capsys.readouterr().err
+
+
+SECONDS = {  # to import these takes seconds, and a plain run needs none of them before its first step
+    "transformers", "sklearn", "scipy", "pandas", "pyarrow", "datasets", "lm_eval", "matplotlib", "peft", "accelerate",
+    "tensorboard", "wandb", "huggingface_hub.hf_api", "evaluation.ask.run",
+}  # fmt: skip
+FIRST = """
+import json, sys
+from training.__main__ import main
+from training.run import step
+
+def first(*_):
+    print(json.dumps(sorted(sys.modules)))
+    raise KeyboardInterrupt
+
+step.train_step = first
+assert [main(words) for words in json.loads(sys.argv[1])] == [130, 130]
+"""
+
+
+def test_a_run_imports_nothing_that_takes_seconds_before_its_first_step(place: Path, tmp_path: Path) -> None:
+    """Neither a dense model nor slices, whose routers are measured on text and made with the weights."""
+    data = [f"data.train=[{place / 'data'}]", f"data.valid=[{place / 'valid'}]", "data.sequence=24", "device=cpu"]
+    more = [*data, "batch=2", "micro_batch=2", "schedule.warmup=0", "steps=2"]
+    runs = [[f"model.source={place / 'dense'}", f"output={tmp_path / 'dense'}", *more]]
+    runs += [[slices(place), f"output={tmp_path / 'slices'}", *more]]
+    done = subprocess.run([sys.executable, "-c", FIRST, json.dumps(runs)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "slices" / "origin" / standalone.OBSERVED).is_file()
+    dense, cut = ({name for name in SECONDS if name in json.loads(line)} for line in done.stdout.splitlines())
+    assert (dense, cut) == (set(), set())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import gc
 import json
 import math
 import re
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,7 @@ from upcycle.arch.ffn import FFN
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.text import growth, observe
 from upcycle.text import tokens as text
+from upcycle.text.layer import Read
 
 IDS = tiny.tokens(3, 20, seed=4)
 
@@ -39,7 +40,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda name: tiny.make_variant(name, tmp_path_factory.mktemp(name)))
 
 
-def opened(folder: Path) -> tuple[DenseSpec, observe.Read]:
+def opened(folder: Path) -> tuple[DenseSpec, Read]:
     config = json.loads((folder / "config.json").read_text())
     family, stored = registry.family(config["model_type"]), load_file(folder / "model.safetensors")
     spec = family.read(config)
@@ -97,17 +98,21 @@ def test_walk_is_transformers(name: str, dense: Callable[[str], Path], monkeypat
 
 
 def test_walk_reads_a_layer_when_it_is_asked_for_and_keeps_none(dense: Callable[[str], Path]) -> None:
-    from upcycle.arch.remote.modeling_upcycled import UpcycledDecoderLayer
-
     spec, read = opened(dense("llama"))
-    before = {id(o) for o in gc.get_objects() if type(o) is UpcycledDecoderLayer}  # other tests'
-    asked: list[str] = []
-    views = observe.walk(spec, lambda role: asked.append(role) or read(role), IDS, quiet=True)  # type: ignore[func-returns-value]
+    asked, given = list[str](), list[weakref.ref[Tensor]]()
+
+    def fresh(role: str) -> Tensor:
+        tensor = read(role).clone()
+        asked.append(role)
+        given.append(weakref.ref(tensor))
+        return tensor
+
+    views = observe.walk(spec, fresh, IDS, quiet=True)
     assert not asked
     first = next(views)
     own = [f"layers.0.{role}" for role in spec.attention_shapes() | spec.ffn_shapes()]
     assert sorted(asked) == sorted(["embed.weight", *own])
-    assert not [o for o in gc.get_objects() if type(o) is UpcycledDecoderLayer and id(o) not in before]
+    assert not [tensor for tensor in given if tensor() is not None]
     assert first.ffn["down"].shape == (spec.hidden, spec.ffn) and asked[-1] == "layers.0.down.weight"
     assert torch.is_grad_enabled() and not first.router_input.requires_grad
 
