@@ -27,7 +27,9 @@ from training.checkpoint.standalone import settings_of, shrink_of, trains
 from training.checkpoint.storage import Shards, not_finite
 from training.model.decoder import Decoder
 from training.model.lora import delta, pairs
+from training.model.moe import Experts
 from training.model.names import plain_name
+from training.model.nf4 import Codes, decode
 from training.observe import metrics
 from training.optim.copies import pull_
 from training.parallel.collectives import gather, local, together
@@ -59,12 +61,20 @@ class Weights:
         named = [*model.named_parameters(), *model.named_buffers()]
         self.names = {id(tensor): f"model.{plain_name(name)}" for name, tensor in named}
         self.adapters = {id(matrix): (a, b, scale) for matrix, a, b, scale in pairs(model)}
+        self.codes: dict[int, Codes] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, Experts) and module.up_codes is not None and module.down_codes is not None:
+                self.codes |= {id(module.up): module.up_codes, id(module.down): module.down_codes}
+                self.names |= {id(each): f"model.{plain_name(name)}.matrices" for each in (module.up, module.down)}
         self.shrink = 0.0 if saved is None or model.moe is None else shrink_of(saved)
         self.pulled = {key for key, name in self.names.items() if self.shrink and saved and trains(saved, name)}
         self.made: dict[int, Tensor] = {}
 
     def whole(self, tensor: Tensor, index: Index = ()) -> Tensor:
-        """Return tensor[index] of one of the model's tensors."""
+        """Return tensor[index] of one of the model's tensors, which is decoded if it is codes."""
+        if (codes := self.codes.get(id(tensor))) is not None:
+            code, step, edges = map(self.whole, (codes.code, codes.step, codes.bounds))
+            return decode(code, step, edges, codes.numbers, torch.float32).view(tensor.shape)[index]
         if self.saved is None:
             return local(tensor.detach())[index].cpu()
         part = self.saved.read(self.names[id(tensor)], bounds(tensor.shape, index))
@@ -73,7 +83,7 @@ class Weights:
     def role(self, role: str) -> Tensor:
         """Return a role's tensor with its adapters merged, or with its experts pulled."""
         tensor, index = self.roles[role]
-        if id(tensor) not in self.adapters and id(tensor) not in self.pulled:
+        if id(tensor) not in self.adapters.keys() | self.codes.keys() | self.pulled:
             return self.whole(tensor, index)
         if id(tensor) not in self.made:
             module = self.module(id(tensor))  # stacked experts' up and down are read in turn
@@ -91,6 +101,7 @@ class Weights:
         if id(tensor) in self.pulled:
             assert self.model.moe is not None
             pull_(whole, self.model.moe.granularity, self.shrink)
+        if id(tensor) not in self.adapters:
             return whole
         a, b, scale = self.adapters[id(tensor)]
         return whole + delta(self.whole(a), self.whole(b), scale, tensor.shape, [(0, size) for size in tensor.shape])

@@ -8,13 +8,14 @@ an MoE on disk. export.py writes the same layout again at any time.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -42,6 +43,8 @@ from upcycle.io.strict import short
 from upcycle.planning.plan import UpcyclePlan, build
 from upcycle.text import measure
 from upcycle.verifying.inspect import in_slices, read_manifest, source_names
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -325,11 +328,12 @@ def load(model: Decoder, origin: Origin, *, exact: bool = False) -> Decoder:
     The weights of a slice are made once and copied to its other copies within the model, because transfers to a busy
     GPU wait."""
     target = pieces(model)
-    first: dict[Hashable, Tensor] = {}
+    first = WeakValueDictionary[Hashable, Tensor]()  # without those of a layer that is encoded since
     left = set(target)
     for tensor in model.parameters():
         tensor.zero_()  # the padding of uneven experts
-    for stored in tqdm(origin.tensors, "weights", delay=2):
+    tensors = with_room(model, target, origin.tensors, lambda stored: stored.roles[0][0])
+    for stored in tqdm(tensors, "weights", len(origin.tensors), delay=2):
         here = [role for role, _ in stored.roles if role in target]
         left.difference_update(here)
         if not any(target[role].part.numel() for role in here):
@@ -345,6 +349,30 @@ def load(model: Decoder, origin: Origin, *, exact: bool = False) -> Decoder:
         copy(origin, stored, target, exact)
     assert not left, f"no tensor for {sorted(left)[:3]}"
     return model
+
+
+def with_room(
+    model: Decoder, target: MutableMapping[str, Piece], items: Iterable[T], role: Callable[[T], str]
+) -> Iterator[T]:
+    """Yield the items. Those of a layer whose experts are codes of 4 bits come together; meanwhile their pieces in
+    `target` have room for numbers, which are encoded after the last one."""
+    blocks: dict[str, MoE] = {}
+    for index, layer in model.layers.items():
+        if isinstance(layer.ffn, MoE) and layer.ffn.experts.up_codes is not None:
+            blocks[f"layers.{index}.experts"] = layer.ffn
+    owners = {each: prefix for prefix, block in blocks.items() for each in expert_roles(block, prefix)}
+
+    def owner(item: T) -> str:
+        return owners.get(role(item), "")
+
+    for prefix, group in groupby(sorted(items, key=owner), owner):
+        if not prefix:
+            yield from group
+            continue
+        with blocks[prefix].experts.wide():
+            target.update({each: piece(*place) for each, place in expert_roles(blocks[prefix], prefix).items()})
+            yield from group
+        target.update({each: piece(*place) for each, place in expert_roles(blocks[prefix], prefix).items()})
 
 
 def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece], exact: bool = False) -> None:
@@ -424,8 +452,9 @@ def initialise(model: Decoder, seed: int = 0) -> Decoder:
 
     for tensor in model.parameters():
         tensor.zero_()  # the padding of uneven experts
-    for role, piece in pieces(model).items():
-        if not piece.part.numel():
+    target = pieces(model)
+    for role in with_room(model, target, [*target], lambda role: role):
+        if not (piece := target[role]).part.numel():
             continue
         if "norm" in role:
             piece.part.fill_(0.0 if model.dense.norm.endswith("1p") or role.endswith("bias") else 1.0)

@@ -36,7 +36,7 @@ from training.config.checks import COMPUTE
 from training.config.reading import upcycle_config
 from training.config.schema import ModelConfig
 from training.model.decoder import Decoder
-from training.model.lora import LoraConfig, attach
+from training.model.lora import LoraConfig, attach, encode
 from training.model.names import plain_name
 from training.optim.copies import is_stack, pull_
 from training.parallel.collectives import broadcast_tensors, together
@@ -253,11 +253,13 @@ def micro_batch_of(run: Path) -> int:
 
 
 def attach_adapters(model: Decoder, run: Path) -> None:
-    """Add the run's adapters to a model on the meta device."""
-    lora = settings_of(run).get("lora")  # runs of older versions have none
+    """Add the run's adapters to a model on the meta device, and make its experts codes if the run's are."""
+    settings = settings_of(run)
+    lora, kept = settings.get("lora"), settings.get("model")  # runs of older versions have no adapters
     if lora is not None:
         with torch.device("meta"):
             attach(model, build(LoraConfig, lora, "lora."))
+        encode(model, str(kept.get("frozen")) if isinstance(kept, dict) else "")
 
 
 def shards_of(run: Path, folder: Path | None) -> Shards:

@@ -7,6 +7,7 @@ from typing import Any
 
 from training.experts import DEFAULT, capabilities
 from training.model import transformer_engine
+from training.model.nf4 import NF4
 from training.observe.profiling import steps_to_trace
 from upcycle.config.values import Rule
 from upcycle.io.hub import check_id
@@ -91,6 +92,10 @@ def rules(c: Any) -> list[tuple[object, str]]:
             c.lora.rank and not capabilities(model.expert_backend).adapters,
             f"lora.rank={c.lora.rank} does not go with model.expert_backend={model.expert_backend}, which has no "
             f"adapters; write model.expert_backend={DEFAULT}",
+        ),
+        (
+            model.frozen == NF4 and not c.lora.rank,
+            "model.frozen=nf4 needs adapters, because codes of 4 bits cannot learn; write lora.rank=16 too",
         ),
         (
             te_attention and got,

@@ -16,6 +16,7 @@ from training.data.mixture import DataConfig
 from training.experts import AUTO
 from training.islands.config import IslandsConfig
 from training.model.lora import LoraConfig
+from training.model.nf4 import NF4
 from training.model.recompute import MODES
 from training.observe.trackers import JSONL, TRACKERS
 from training.optim.balance import BalanceConfig
@@ -34,7 +35,7 @@ STAGED = ("data", "schedule", "optim", "balance", "teacher")  # parts of a confi
 
 
 EPOCH = "steps; an epoch has as many steps as the data has tokens / (batch * data.sequence)"
-FROZEN = "model.frozen=bfloat16 with lora.rank=16; weights of 4 or 8 bits are not trained here"
+FROZEN = "model.frozen=nf4 with lora.rank=16, for frozen experts of 4 bits, or model.frozen=bfloat16"
 OTHER_TOOLS = {  # names of other trainers for keys of TrainConfig
     **dict.fromkeys(("lr", "learning_rate"), "schedule.peak"),
     **dict.fromkeys(("warmup", "warmup_steps"), "schedule.warmup"),
@@ -85,7 +86,8 @@ class ModelConfig:
     # what backward computes again instead of keeping it: none | selective | attention | experts | full (performance.md)
     recompute: str = "none"
     # dtype of weights that never learn (with adapters, or in groups of rate 0): bfloat16 | float32; "": bfloat16 if the
-    # checkpoint and the activations are bfloat16, which gives the same numbers in half of the bytes
+    # checkpoint and the activations are bfloat16, which gives the same numbers in half of the bytes; nf4: 4.13
+    # bits for a weight of a routed expert (with adapters, on one GPU), and the dtype of activations for the others
     frozen: str = ""
     compile: bool = False  # torch.compile each layer
     # record the step as a CUDA graph and replay it without the host; only for a single GPU. null: if it is possible
@@ -93,7 +95,8 @@ class ModelConfig:
     transformer_engine: tuple[str, ...] = ()  # parts of a layer that it computes: attention, linear | linear_fp8, norm
 
     def __post_init__(self) -> None:
-        frozen = Rule(lambda value: value in ("", "bfloat16", "float32"), "it must be bfloat16 or float32, or left out")
+        known = "bfloat16", "float32", NF4
+        frozen = Rule(lambda value: value in ("", *known), f"it must be one of {', '.join(known)}, or left out")
         check_values(self, "model.", {"dtype": DTYPE, "recompute": one_of(MODES), "frozen": frozen})
 
     def computes(self, device: str = "cuda") -> str:

@@ -19,9 +19,10 @@ from training.config.resume import flat
 from training.config.schema import ModelConfig, TrainConfig
 from training.data.batch import Batch
 from training.data.mixture import Mock
+from training.model import nf4
 from training.model.decoder import Decoder
-from training.model.lora import attach
-from training.model.moe import Routing
+from training.model.lora import attach, encode
+from training.model.moe import Experts, Routing
 from training.observe.flops import model_flops, peak_tflops
 from training.observe.phases import phases
 from training.optim.slots import freeze
@@ -151,7 +152,7 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = peak_tflops(name)
     tflops = flops * tokens / middle / 1e12 / mesh.world
-    parameters = torch.tensor(sum(p.numel() for p in run.model.parameters()), device=device)
+    parameters = torch.tensor(nf4.count(run.model), device=device)
     memory = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0, device=device)
     retried = torch.tensor(retries(device) - before, device=device)
     if mesh.world > 1:
@@ -219,16 +220,26 @@ def build(
         attach(model, config.lora)
     freeze(model, training.optim)
     hold(model.to(getattr(torch, config.weights)), model.compute)
+    encode(model, training.model.frozen)
     model = room(model, training.model, mesh, device)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or tensor.ndim == 1:
                 tensor.fill_(0.0 if name.endswith("bias") or model.dense.norm.endswith("1p") else 1.0)
-            else:
-                # ranks that hold copies of the same part draw it from the same seed
-                seed = rng.generator(0, name, box(tensor)).initial_seed()
-                local(tensor).normal_(std=0.02, generator=torch.Generator(device).manual_seed(seed))
+            elif "_codes." not in name:
+                draw(name, tensor, device)
+        for name, experts in model.named_modules():
+            if isinstance(experts, Experts) and experts.up_codes is not None:
+                with experts.wide():
+                    draw(f"{name}.up", experts.up, device)
+                    draw(f"{name}.down", experts.down, device)
     return model.train()
+
+
+def draw(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Fill a tensor with random numbers; ranks that hold copies of the same part draw it from the same seed."""
+    seed = rng.generator(0, name, box(tensor)).initial_seed()
+    local(tensor).normal_(std=0.02, generator=torch.Generator(device).manual_seed(seed))
 
 
 def batch(config: BenchConfig, vocab: int, sample: int, size: int) -> Batch:

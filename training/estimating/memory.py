@@ -19,8 +19,9 @@ import torch
 from training import dispatch, experts
 from training.config.schema import TrainConfig
 from training.config.stages import stages_of
-from training.model.lora import LoraConfig, attach
+from training.model.lora import LoraConfig, attach, encode
 from training.model.loss import COPIES, LOGITS, TAUGHT
+from training.model.nf4 import NF4
 from training.model.recompute import MOVES
 from training.model.stock.model import LAYER, dense_of, model_of
 from training.optim.slots import MOMENTS, learning, multiplier, rule_of
@@ -67,6 +68,7 @@ class Parameter(NamedTuple):
     learns: bool  # whether it learns in this stage
     moments: int  # numbers of the optimizer's state for a weight; 0 if it learns in no stage
     held: int  # bytes of one weight
+    codes: bool  # whether it is part of the codes of experts, which no copy is made of
 
     def divided(self, sizes: Mapping[str, int]) -> tuple[int, int, int, bool]:
         """Return the numbers that its ranks share, the numbers of a padded shard, the ranks, and whether FSDP shards
@@ -90,10 +92,13 @@ class Model:
         whole: TrainConfig | None = None,
     ) -> None:
         """`whole` is the config of all stages if `config` is the config of one."""
-        self.spec, self.optim, self.lora = spec, config.optim, config.lora
+        self.spec, self.optim, self.lora, self.frozen = spec, config.optim, config.lora, config.model.frozen
         self.all = [stage.config.optim for stage in stages_of(whole or config)]
         self.narrow = held_in(config.model, spec).itemsize
-        self.teacher = Model(teacher, replace(config, lora=LoraConfig())) if teacher is not None else None
+        self.teacher: Model | None = None
+        if teacher is not None:
+            plain = replace(config.model, frozen=config.model.frozen.removesuffix(NF4))
+            self.teacher = Model(teacher, replace(config, lora=LoraConfig(), model=plain))
         self.dense = dense_of(spec)
         self.units: list[tuple[bool, Unit]] = []  # all distinct units: whether it is a layer's, and its parameters
         self.parts: dict[range, Counter[int]] = {}  # for each range of layers: how often each unit occurs
@@ -111,6 +116,7 @@ class Model:
             with torch.device("meta"):
                 model = model_of(self.spec, part=part, experts=experts.SPECIFICATION)
                 attach(model, self.lora)
+                encode(model, self.frozen)
             names = [name for name, _ in model.named_parameters()]
             learned, kept = learning(self.optim, names), set[str]().union(*(learning(o, names) for o in self.all))
             found: dict[str, Unit] = {}
@@ -118,9 +124,10 @@ class Model:
                 of_layer = LAYER.match(name)
                 layer = of_layer[2] if of_layer else ""
                 placed = rule(name, model.dense)
-                held = MASTER if name in kept or placed.exact else self.narrow
+                codes = "_codes." in name
+                held = parameter.itemsize if codes else MASTER if name in kept or placed.exact else self.narrow
                 moments = MOMENTS[rule_of(self.optim, name, parameter.shape)] if name in kept else 0
-                each = Parameter(placed, tuple(parameter.shape), name in learned, moments, held)
+                each = Parameter(placed, tuple(parameter.shape), name in learned, moments, held, codes)
                 found[layer] = (*found.get(layer, ()), each)
             self.parts[part] = Counter(self.number((layer != "", unit)) for layer, unit in found.items())
         return self.parts[part]
@@ -217,9 +224,11 @@ def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str,
     weights = with_moments = all_moments = gradients = late = resident = passing = 0
     summed: Counter[Rule] = Counter()
     for parameter in unit:
-        placed, _, learns, moments, held = parameter
+        placed, _, learns, moments, held, codes = parameter
         whole, shard, ranks, fsdp = parameter.divided(sizes)
         weights += shard * held
+        if codes:
+            continue
         with_moments += shard * (moments > 0)
         all_moments += shard * moments
         gathered = shard * ranks  # padding included, if the ranks do not divide the dimension
@@ -262,6 +271,8 @@ def of_rank(
     total = Share(*(sum(each[i] * often for each, often in units) for i in range(len(Share._fields))))
     most_summed = max(each.summed for each, _ in units)
     buffers = total.resident + 3 * max(each.passing for each, _ in units) + most_summed
+    if isinstance(model.spec, MoESpec) and model.frozen == NF4:  # of one layer, decoded
+        buffers += model.spec.experts * (3 if dense.gated else 2) * max(model.spec.widths) * dense.hidden * narrow
     moments = total.moments * BYTES[config.optim.moments]
     moments += total.kept * MASTER * (model.all[-1].average > 0)  # the mean of the last steps' weights
     moments += total.kept * MASTER * 2 * config.islands.asked  # the server's weights, and changes not yet sent to it
@@ -320,6 +331,8 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool, world
     bytes_kept = (halves if mode == "attention" else attention + stream) + ffn
     if moe is None:
         return bytes_kept
+    if config.model.frozen == NF4:  # experts are recomputed from their input
+        return bytes_kept - ffn + narrow * d.hidden + router
     # rows of a token; with padding to a capacity (DeepEP 2.x has none) all rows that there is room for
     rows: float = moe.top_k
     if config.balance.pad_to_capacity and mesh.ep * mesh.etp > 1:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from training.model.layers import Linear
 from training.model.moe import Experts, Router
 from training.model.names import holds, plain_name
+from training.model.nf4 import NF4
 from upcycle.config.values import Rule, check_values, finite
 from upcycle.plugin import nearest
 
@@ -66,6 +67,13 @@ def attach(model: nn.Module, config: LoraConfig) -> None:
                 module.register_parameter(key, nn.Parameter(torch.empty(shape, device=first(module).device)))
 
 
+def encode(model: nn.Module, frozen: str) -> None:
+    """Make the routed experts codes of 4 bits if the config's model.frozen says so, before their weights are read."""
+    for module in model.modules():
+        if isinstance(module, Experts) and frozen == NF4:
+            module.encode()
+
+
 def check_match(model: nn.Module, config: LoraConfig) -> None:
     """Raise a ValueError for a pattern of lora.match that matches no module of the whole model."""
     names = [name for name, _ in adaptable(model)]
@@ -113,7 +121,10 @@ def pairs(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Add the adapters of an undivided model to its matrices, and remove the adapters."""
+    """Add the adapters of an undivided model to its matrices, which are decoded, and remove the adapters."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.decode()
     for matrix, a, b, scale in pairs(model):
         matrix += delta(a, b, scale, matrix.shape, [(0, size) for size in matrix.shape])
     for _, module in adaptable(model):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from training.dispatch import DEFAULT, Dispatcher, create
 from training.experts import Backend, ExpertWeights, LowRank, TokenFunction, fused
 from training.kernels import router
 from training.model.layers import FeedForward, Linear, Region, once
+from training.model.nf4 import Codes
 from upcycle.arch.spec import MoESpec
 
 
@@ -98,6 +99,9 @@ class Stack(nn.Module):
     `up` is (N, 2, F, D) if gated (the gate first), else (N, 1, F, D), so that neurons have their own dimension, along
     which ranks divide the experts."""
 
+    up: Tensor
+    down: Tensor
+
     def __init__(self, spec: MoESpec, n: int) -> None:
         super().__init__()
         f, d, halves = max(spec.widths), spec.dense.hidden, 2 if spec.dense.gated else 1
@@ -124,6 +128,8 @@ class Experts(Stack):
         self.backend, self.activation, self.gated = backend, spec.dense.activation, spec.dense.gated
         self.anchor = Stack(spec, spec.anchors) if spec.anchors else None
         self.weights = whole_weights
+        self.up_codes: Codes | None = None
+        self.down_codes: Codes | None = None
 
     def whole(self) -> list[Tensor]:
         """Return the stacks of all experts, with the anchor's in front."""
@@ -131,6 +137,37 @@ class Experts(Stack):
         if (anchor := self.anchor) is None:
             return [stack for _, stack in own]
         return [torch.cat([anchor.get_parameter(name).to(stack), stack]) for name, stack in own]
+
+    def encode(self) -> None:
+        """Make room for codes of 4 bits; `up` and `down` keep their shapes and dtype, and no numbers."""
+        up, down = self.up.detach(), self.down.detach()
+        self.up_codes, self.down_codes = Codes(up), Codes(down)
+        del self.up, self.down
+        self.up, self.down = up.to("meta"), down.to("meta")
+
+    @contextmanager
+    def wide(self) -> Iterator[None]:
+        """Give `up` and `down` their numbers while a caller fills them in, and encode them afterwards."""
+        assert self.up_codes is not None and self.down_codes is not None
+        shapes, device = (self.up, self.down), self.up_codes.code.device
+        self.up, self.down = (torch.zeros_like(each, device=device) for each in shapes)
+        yield
+        self.up_codes.encode(self.up)
+        self.down_codes.encode(self.down)
+        self.up, self.down = shapes
+
+    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return `up` and `down` in `dtype`, decoded if they are codes."""
+        if self.up_codes is None or self.down_codes is None:
+            return self.up.to(dtype), self.down.to(dtype)
+        return self.up_codes.decode(dtype).view_as(self.up), self.down_codes.decode(dtype).view_as(self.down)
+
+    def decode(self) -> None:
+        """Replace codes by the matrices that they stand for."""
+        if self.up_codes is not None:
+            up, down = self.matrices(self.up.dtype)
+            self.up, self.down = nn.Parameter(up, False), nn.Parameter(down, False)
+            self.up_codes = self.down_codes = None
 
     def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
         return self.backend.compute(x_RD, weight_R, count_E, self.weights(self, x_RD.dtype), self.activation)
@@ -153,8 +190,8 @@ def hooked(module: nn.Module) -> bool:
 def whole_weights(experts: Experts, dtype: torch.dtype) -> ExpertWeights:
     up_bias = None if experts.up_bias is None else experts.up_bias.to(dtype).flatten(1, 2)
     down_bias = None if experts.down_bias is None else experts.down_bias.to(dtype)
-    up, down = experts.up.to(dtype).flatten(1, 2), experts.down.to(dtype)
-    own = ExpertWeights(up, down, experts.gated, up_bias, down_bias, low_rank(experts, dtype))
+    up, down = experts.matrices(dtype)
+    own = ExpertWeights(up.flatten(1, 2), down, experts.gated, up_bias, down_bias, low_rank(experts, dtype))
     return after_anchor(experts, own, dtype)
 
 

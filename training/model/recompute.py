@@ -7,7 +7,8 @@
     experts     selective and the MoE half with its dispatch; for many rows of small experts
     full        both halves; the residual stream before each, the FFN's normed input and the routing are kept
 
-Balancing is outside of every region: its hook runs once, and tokens go where the first pass sent them."""
+Balancing is outside of every region: its hook runs once, and tokens go where the first pass sent them. Every mode
+recomputes experts of 4 bits (nf4.py)."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ def recompute(model: Decoder, mode: str) -> None:
     for layer in model.layers.values():
         assert isinstance(layer, Layer)
         REGIONS[mode](layer)
+        if isinstance(layer.ffn, MoE) and layer.ffn.experts.up_codes is not None:
+            layer.ffn.region = again  # or autograd would keep the decoded experts of all layers
 
 
 def recompute_stock(model: Stock, mode: str) -> None:

@@ -47,6 +47,7 @@ class Rule:
 RULES: tuple[tuple[str, Rule], ...] = (
     # adapters are small: each rank of tp and etp has all of them and sums their gradients
     ("*.experts.*lora_?", Rule("experts", (("ep", 0), ("etp", None)))),
+    ("*.experts.*_codes.*", Rule("experts")),  # on one GPU alone
     ("*.router.*", Rule("tokens", exact=True)),
     ("*.lora_?", Rule("tensor")),
     # neurons are dimension 2 of up (N, 2, F, D), of up_bias (N, 2, F) and of down (N, D, F)

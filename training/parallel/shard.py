@@ -42,6 +42,7 @@ from training.kernels import updates
 from training.model.decoder import Decoder, Layer
 from training.model.layers import Attention, FeedForward, LatentAttention, Linear, Norm, uncompiled
 from training.model.moe import Experts, MoE, Router, after_anchor, low_rank
+from training.model.nf4 import ALONE
 from training.model.recompute import MOVES, recompute, recompute_stock
 from training.model.stock.model import Stock
 from training.parallel import context
@@ -62,6 +63,8 @@ def parallelize(
 
     The order matters: matrices are divided before their modules are wrapped, and FSDP goes around everything.
     """
+    if mesh.world > 1 and any(block.experts.up_codes is not None for block in moe_blocks(model)):
+        raise ValueError(ALONE.format(mesh.world))
     divide(model, mesh)
     if isinstance(model, Stock):
         experts_over_ep(model, mesh, keep=recomputed not in MOVES)
@@ -78,7 +81,8 @@ def parallelize(
     recompute(model, recomputed)
     if compiled:
         for block in moe_blocks(model):
-            if mesh.size("ep") * mesh.size("etp") > 1 or block.experts.backend.can.opaque:
+            can = block.experts.backend.can
+            if mesh.size("ep") * mesh.size("etp") > 1 or can.opaque or block.experts.up_codes is not None:
                 # the number of rows differs from call to call, and nothing between our kernels can be fused
                 block.region = uncompiled(block.region)
         model.compile_parts()
@@ -241,7 +245,9 @@ class LocalExperts:
 
     def __call__(self, experts: Experts, dtype: torch.dtype) -> ExpertWeights:
         matrices = experts.up, experts.down
-        if self.split or experts.up.dtype == dtype:
+        if experts.up_codes is not None:  # for this call only, or the codes would save nothing
+            up, down = experts.matrices(dtype)
+        elif self.split or experts.up.dtype == dtype:
             up, down = (local(p).to(dtype) for p in matrices)
         else:
             up, down = self.copied(matrices, dtype)

@@ -28,6 +28,7 @@ from training.data.mixture import Loader
 from training.data.open import check_tokens
 from training.model.decoder import Decoder
 from training.model.moe import MoE
+from training.model.nf4 import NF4
 from training.observe.profiling import Phases
 from training.optim.balance import Balance
 from training.optim.guard import SpikeGuard
@@ -216,7 +217,7 @@ def begin(run: Run) -> None:
         if model.frozen == "bfloat16" and run.origin.spec.dtype != model.frozen and run.leads:
             kept = run.origin.spec.dtype
             warnings.warn(f"weights that never learn are rounded to bfloat16; the checkpoint is {kept}", stacklevel=2)
-        layout.load(run.model, run.origin, exact=model.frozen != "bfloat16")
+        layout.load(run.model, run.origin, exact=model.frozen not in ("bfloat16", NF4))
     layout.begin_adapters(run.model, run.whole.seed)
 
 

@@ -21,7 +21,8 @@ from training.data.open import first_tokens
 from training.experts import AUTO, SPECIFICATION, Need, fastest, unfit
 from training.model import transformer_engine
 from training.model.decoder import Decoder
-from training.model.lora import attach
+from training.model.lora import attach, encode
+from training.model.nf4 import NF4
 from training.model.stock.model import dense_of, model_of
 from training.optim.slots import freeze
 from training.optim.teacher import Teacher, check_teacher, made
@@ -131,14 +132,16 @@ def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: ran
         attach(part, config.lora)
     freeze(part, *(stage.config.optim for stage in stages_of(config)))
     hold(part, held_in(model, origin.spec))
+    encode(part, model.frozen)
     return room(part, model, mesh, device)
 
 
 def held_in(model: ModelConfig, spec: DenseSpec | MoESpec) -> torch.dtype:
-    """Return the dtype of the weights that never learn."""
+    """Return the dtype of the weights that never learn, except those of 4 bits."""
     if dense_of(spec).carried is not None:
         return torch.float32  # transformers' layers need one dtype
     narrow = model.frozen or (spec.dtype if model.computes() == "bfloat16" else "")
+    narrow = model.computes() if narrow == NF4 else narrow
     return torch.bfloat16 if narrow == "bfloat16" else torch.float32
 
 

@@ -29,6 +29,7 @@ from training.estimating.memory import sized
 from training.experts import SPECIFICATION, backend
 from training.model.decoder import Decoder
 from training.model.lora import attach, check_match, is_adapter
+from training.model.nf4 import ALONE, NF4
 from training.model.stock.model import dense_of, model_of
 from training.observe import trackers
 from training.optim.config import settled
@@ -227,6 +228,8 @@ def check_optim(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
     for stage in stages_of(config):
         settled(stage.config.optim, spec if isinstance(spec, MoESpec) else None)
     check_stock(config, spec)
+    if config.model.frozen == NF4 and not isinstance(spec, MoESpec):
+        raise ValueError("model.frozen=nf4 is for routed experts, and this model has none; leave it out")
     with torch.device("meta"):
         check_match(model_of(spec, experts=SPECIFICATION), config.lora)
     check_cuts(spec, config)
@@ -278,6 +281,9 @@ def shown(value: Any) -> str:
 
 def check_batch(config: TrainConfig, mesh: MeshConfig, ranks: int) -> None:
     """Raise a ValueError if the ranks cannot divide the batch, or the pipeline does not accept the pieces."""
+    world = ranks * mesh.tp * mesh.cp * mesh.pp
+    if config.model.frozen == NF4 and world > 1:
+        raise ValueError(ALONE.format(world))
     at_once = config.micro_batch * ranks
     if config.batch % at_once:
         raise ValueError(
