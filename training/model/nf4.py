@@ -1,8 +1,8 @@
 """NF4: hold frozen matrices as codes of 4 bits, in blocks of 64 numbers that share a scale.
 
-The levels are QLoRA's (arXiv 2305.14314): quantiles of normal numbers, and an exact zero. The scale of a block, its
-largest absolute value, is rounded to 256 steps between the least and the largest scale of 256 blocks: 4.13 bits a
-number instead of 4.5. bitsandbytes has these levels, but no stacks of matrices and no promise to run on a CPU.
+The levels are QLoRA's (arXiv 2305.14314): quantiles of normal numbers, and an exact zero. The scale of a block is its
+largest absolute value. The root of the scale is rounded to 256 steps between the least and the largest of 256 blocks:
+4.13 bits a number instead of 4.5. bitsandbytes has these levels, but no stacks of matrices and no promise for CPUs.
 
 N matrices, B blocks of each, G groups of up to 256 blocks."""
 
@@ -40,8 +40,8 @@ class Codes(nn.Module):
             return nn.Parameter(torch.empty(n, *shape, dtype=dtype, device=like.device), requires_grad=False)
 
         self.code = frozen(blocks, BLOCK // 2)  # two numbers in a byte
-        self.step = frozen(blocks)  # of the scale, within its group
-        self.bounds = frozen(-(-blocks // GROUP), 2, dtype=torch.float32)  # least scale of a group, and size of a step
+        self.step = frozen(blocks)  # of the scale's root, within its group
+        self.bounds = frozen(-(-blocks // GROUP), 2, dtype=torch.float32)  # least root of a group, and size of a step
 
     @torch.no_grad()
     def encode(self, matrices: Tensor) -> None:
@@ -84,19 +84,21 @@ def pairs(device: torch.device) -> Tensor:
 
 def rounded(scale_NB: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bounds of each group of scales, and the scales as steps between them."""
-    groups = -(-scale_NB.shape[1] // GROUP)
-    last = scale_NB[:, -1:].expand(-1, groups * GROUP - scale_NB.shape[1])
-    scale_NGg = torch.cat([scale_NB, last], 1).view(-1, groups, GROUP)
-    least, most = scale_NGg.aminmax(dim=2, keepdim=True)
+    blocks = scale_NB.shape[1]
+    groups = -(-blocks // GROUP)
+    last = scale_NB[:, -1:].expand(-1, groups * GROUP - blocks)
+    # roots, so that one large block leaves enough steps for small ones
+    root_NGg = torch.cat([scale_NB, last], 1).sqrt().view(-1, groups, GROUP)
+    least, most = root_NGg.aminmax(dim=2, keepdim=True)
     size = (most - least) / 255
-    step_NGg = ((scale_NGg - least) / torch.where(size > 0, size, 1)).round()
-    return torch.cat([least, size], 2), step_NGg.to(torch.uint8).flatten(1)[:, : scale_NB.shape[1]]
+    step_NGg = ((root_NGg - least) / torch.where(size > 0, size, 1)).round()
+    return torch.cat([least, size], 2), step_NGg.to(torch.uint8).flatten(1)[:, :blocks]
 
 
 def scales(bounds_NG2: Tensor, step_NB: Tensor) -> Tensor:
     """Return the scale of each block."""
     least, size = bounds_NG2.repeat_interleave(GROUP, 1)[:, : step_NB.shape[1]].unbind(2)
-    return least + size * step_NB
+    return (least + size * step_NB).square()
 
 
 def chunks(n: int, numbers: int) -> Iterator[slice]:
