@@ -14,9 +14,9 @@ usage: upcycle estimate [CONFIG] gpus=N [hardware=NAME] [budget=AMOUNT] [price=P
 Weights, gradients and moments are counted parameter by parameter. Gathered weights and activations are estimated from
 what modules keep in bf16 on a GPU. The allocator's waste, NCCL's buffers and CUDA's context (about 3 GB together) are
 not included. `host` is the host memory of an asynchronous checkpoint. Frozen parameters (optim.groups) have no
-gradients or moments, and half of the bytes in bfloat16 (model.frozen); activations are counted as if everything
-learned. A dense teacher (teacher.weight) has its own column. A run in stages has a line for each stage, with the
-moments of all stages, and with `hardware` the hours of each.
+gradients or moments, and half of the bytes in bfloat16, less in nf4 (model.frozen); activations are counted as if
+everything learned. A dense teacher (teacher.weight) has its own column. A run in stages has a line for each stage, with
+the moments of all stages, and with `hardware` the hours of each.
 
 With `hardware` the mappings that fit are ranked by predicted tokens/s. `budget`, `price` and `seen` add hours, money
 and the published law of upcycling. docs/scaling.md says how accurate the predictions are.

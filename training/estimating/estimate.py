@@ -21,6 +21,7 @@ from training.estimating.seconds import RANDOM, Routing, step
 from training.experts import capabilities
 from training.islands import plan as islands
 from training.islands.config import MOST
+from training.model.nf4 import NF4
 from training.observe.flops import model_flops
 from training.optim.slots import learning
 from training.optim.teacher import check_teacher
@@ -175,6 +176,7 @@ def uncounted(config: TrainConfig) -> dict[str, bool]:
         "adapters": config.lora.rank > 0,
         "a teacher": config.teacher.asked,
         "frozen parameters": any(group.lr == 0 for group in config.optim.groups),
+        "decoding experts of 4 bits": config.model.frozen == NF4,
         "Muon's products": config.optim.name == "muon",
         "documents (less attention)": config.data.mask_documents,
         f"{config.model.computes()} (they are bfloat16's)": config.model.computes() != "bfloat16",

@@ -209,10 +209,16 @@ def test_one_layer_at_a_time_is_wide_while_weights_are_read(
 ) -> None:
     """And what is encoded are the weights that any other run would begin with."""
     rooms: list[int] = []
+    there: list[int] = []
+    alive: dict[int, weakref.ref[Any]] = {}
     real = layout.copy
 
     def copied(*inputs: Any) -> None:
-        rooms.append(sum(module.up.device.type != "meta" for module in stacks))
+        wide = [module for module in stacks if not module.up.is_meta]
+        for tensor in (part for module in wide for part in (module.up, module.down)):
+            alive[tensor.data_ptr()] = weakref.ref(tensor.untyped_storage())
+        rooms.append(len(wide))
+        there.append(sum(each() is not None for each in alive.values()))
         real(*inputs)
 
     with start(config(place, tmp_path / "x", *WORDS[1:], *more), torch.device("cpu")) as run:
@@ -225,6 +231,7 @@ def test_one_layer_at_a_time_is_wide_while_weights_are_read(
         weights = Weights(run.model)
         assert len(stacks) == 2 and all(module.up.is_meta and module.down.is_meta for module in stacks)
         assert max(rooms, default=1) == 1
+        assert max(there, default=2) <= 3 and not any(each() is not None for each in alive.values())
         for name, part in want.items():
             have = weights.role(name)
             if ".experts." in name:

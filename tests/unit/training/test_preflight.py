@@ -90,7 +90,7 @@ WRONG = {
     ),
     "profile": (["profile=3-1"], "write the steps to trace, such as 10-12"),
     "recompute": (["model.recompute=all"], "none, selective, attention, experts, full"),
-    "frozen": (["model.frozen=int8"], "model.frozen is 'int8'; it must be bfloat16 or float32, or left out"),
+    "frozen": (["model.frozen=int8"], "model.frozen is 'int8'; it must be one of bfloat16, float32, nf4, or left out"),
 }
 
 
@@ -206,7 +206,7 @@ def test_data_of_another_tokenizer_is_refused_and_of_the_same_ids_is_not(
     [
         ("lora_r=8", "lora.rank"), ("lora.r=8", "lora.rank"), ("adapter=lora", "lora.rank"),
         ("lora.target_modules=[q_proj]", "lora.match"), ("lora_alpha=16", "lora.alpha"), ("optimizer=adamw", "optim.name"),
-        ("load_in_4bit=true", "model.frozen=bfloat16"), ("base_model=./llama", "model.source or model.upcycle.source"),
+        ("load_in_4bit=true", "model.frozen=nf4"), ("base_model=./llama", "model.source or model.upcycle.source"),
         ("output_dir=runs/a", "output"), ("sequence_len=512", "data.sequence"), ("micro_batch_size=2", "micro_batch"),
         ("max_steps=9", "steps"), ("deepspeed=zero3.json", "mesh"), ("save_total_limit=2", "checkpoint.keep"),
         ("warmup_ratio=0.1", "schedule.warmup"), ("datasets=[a]", "data.train"), ("resume_from_checkpoint=a", "nothing; the"),
