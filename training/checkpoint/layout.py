@@ -354,8 +354,8 @@ def load(model: Decoder, origin: Origin, *, exact: bool = False) -> Decoder:
 def with_room(
     model: Decoder, target: MutableMapping[str, Piece], items: Iterable[T], role: Callable[[T], str]
 ) -> Iterator[T]:
-    """Yield the items. Those of a layer whose experts are codes of 4 bits come together; meanwhile their pieces in
-    `target` have room for numbers, which are encoded after the last one."""
+    """Yield the items, a layer's experts together if these are codes of 4 bits. Their pieces in `target` then have room
+    for numbers, which are encoded after the last one."""
     blocks: dict[str, MoE] = {}
     for index, layer in model.layers.items():
         if isinstance(layer.ffn, MoE) and layer.ffn.experts.up_codes is not None:

@@ -86,8 +86,8 @@ class ModelConfig:
     # what backward computes again instead of keeping it: none | selective | attention | experts | full (performance.md)
     recompute: str = "none"
     # dtype of weights that never learn (with adapters, or in groups of rate 0): bfloat16 | float32; "": bfloat16 if the
-    # checkpoint and the activations are bfloat16, which gives the same numbers in half of the bytes; nf4: 4.13
-    # bits for a weight of a routed expert (with adapters, on one GPU), and the dtype of activations for the others
+    # checkpoint and the activations are bfloat16, which gives the same numbers in half of the bytes; nf4: 4 bits
+    # for routed experts, with adapters on one GPU
     frozen: str = ""
     compile: bool = False  # torch.compile each layer
     # record the step as a CUDA graph and replay it without the host; only for a single GPU. null: if it is possible
