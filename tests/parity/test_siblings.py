@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,8 +39,7 @@ from upcycle.verifying.inspect import describe
 from upcycle.verifying.verify import verify
 
 logging.disable_progress_bar()
-# of the largest logit, in float64 but for routers, whose float32 rounds by the processor; and what a twin must exceed
-TOLERANCE, BROKEN = 4e-6, 1e-3
+TOLERANCE, BROKEN = 1e-6, 1e-3  # of the largest logit, in float64 but for routers; what a twin must exceed
 ROPE = {"rope_theta": 300.0, "rope_type": "default"}
 OWN: dict[str, dict[str, Any]] = {
     "ernie4_5": {"head_dim": 24, "rope_parameters": ROPE, "rms_norm_eps": 0.1},
@@ -142,7 +142,10 @@ def logits(folder: Path, *, strict: bool = True) -> torch.Tensor:
         output_loading_info=True,
     )
     assert not strict or not any(info.values()), info
-    out: torch.Tensor = model.eval()(tiny.tokens()).logits
+    # Qwen3.5 asks for float32 in every norm, whose rounding differs by processor: it gets float64 there too
+    narrow = model.config.model_type.startswith("qwen3_5")
+    with patch.object(torch.Tensor, "float", torch.Tensor.double if narrow else torch.Tensor.float):
+        out: torch.Tensor = model.eval()(tiny.tokens()).logits
     return out.double()
 
 
