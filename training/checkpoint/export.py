@@ -33,6 +33,7 @@ from training.model.nf4 import Codes, decode
 from training.observe import metrics
 from training.optim.copies import pull_
 from training.parallel.collectives import gather, local, together
+from upcycle.arch import tokenizer
 from upcycle.arch.targets.upcycled import MODELING
 from upcycle.config.reading import byte_size
 from upcycle.converting import card
@@ -228,7 +229,8 @@ def finish(
     for name, text in texts.items():
         disk.write_atomic(partial / name, text.encode())
     for path in origin.files:  # today's modelling file, not the one from when the run began
-        disk.copy(MODELING if path.name == MODELING.name else path, partial / path.name)
+        today = MODELING if path.name == MODELING.name else path
+        disk.write_atomic(partial / path.name, tokenizer.read(today, origin.tokenizer_class))
     beside = [partial / name for name in (*texts, *(path.name for path in origin.files)) if name != CARD]
     manifest = {**made, "files": {**files, **publish.listed(beside)}}
     disk.write_atomic(partial / publish.MANIFEST, publish.signed(manifest))

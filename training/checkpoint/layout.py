@@ -85,6 +85,7 @@ class Origin:
     read: Read
     config: Mapping[str, Any]  # config.json
     files: tuple[Path, ...]  # tokenizer and the like
+    tokenizer_class: str = ""  # the class that a copy of tokenizer_config.json names, if not the one in `files`
     plan: UpcyclePlan | None = None  # if it is upcycled while it loads
     settings: Mapping[str, Any] | None = None  # settings of the plan that made it, if known
     past: Past = field(default_factory=Past)
@@ -175,6 +176,7 @@ def online(
         origin = described(names[0], plan.hf_config, read, files, card.settings(plan), entries)
         base = {pinned(name, each.folder): each.fingerprint() for name, each in zip(names, checkpoints, strict=True)}
         terms = card.terms(checkpoints[0].folder)
+        origin = replace(origin, tokenizer_class=plan.tokenizer_class)
         yield replace(origin, plan=plan, alike=maker.alike, past=Past(base), terms=terms)
 
 

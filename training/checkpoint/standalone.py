@@ -41,6 +41,7 @@ from training.model.names import plain_name
 from training.optim.copies import is_stack, pull_
 from training.parallel.collectives import broadcast_tensors, together
 from training.parallel.processes import rank
+from upcycle.arch import tokenizer
 from upcycle.arch.targets.upcycled import MODELING
 from upcycle.config.reading import build
 from upcycle.config.schema import UpcycleConfig, renamed
@@ -109,7 +110,7 @@ def fill(home: Path, origin: Origin, config: ModelConfig) -> None:
     """Write an Origin's files into a folder, its record last."""
     plan = origin.plan
     make_folder(home)
-    held = {path.name: path.read_bytes() for path in origin.files}
+    held = {path.name: tokenizer.read(path, origin.tokenizer_class) for path in origin.files}
     held[CONFIG] = json.dumps(dict(origin.config), indent=2).encode() + b"\n"
     for name, data in held.items():
         write_atomic(home / name, data)

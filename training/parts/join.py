@@ -20,24 +20,24 @@ from torch import Tensor
 
 from training.checkpoint import export, layout
 from training.checkpoint.layout import Origin
-from upcycle.arch import registry
+from upcycle.arch import registry, tokenizer
 from upcycle.arch.spec import MoESpec
 from upcycle.converting import card, part
 from upcycle.converting.part import Part
 from upcycle.io import disk, publish, strict
-from upcycle.io.checkpoint import MAX_HEADER, Checkpoint
+from upcycle.io.checkpoint import MAX_COPIED, MAX_HEADER, Checkpoint
 from upcycle.io.dtypes import DTYPES
 from upcycle.io.strict import short
 from upcycle.planning.plan import UpcyclePlan
 from upcycle.verifying.inspect import read_manifest
 
 TARGET, METADATA = "upcycled", "__metadata__"
-SMALL = 1 << 20  # bytes of a file of the base that the manifest keeps as it is, if the folder has no copy of it
+SMALL = 1 << 20  # bytes of a file of the base that the manifest keeps, if the folder copies no file of this name
 AGAIN = "join the parts to the base again"
 
 
 class File(TypedDict):
-    """A file of the base: in the joined folder under its name, or packed here, as a whole or as a header."""
+    """A file of the base: in the joined folder with the same bytes, or packed here, as a whole or as a header."""
 
     sha256: str
     whole: NotRequired[str]  # base64 of zlib
@@ -155,9 +155,9 @@ def kept(base: Checkpoint, sums: Mapping[str, str], origin: Origin) -> dict[str,
                 size = int.from_bytes(strict.read_exactly(file, path, 0, 8), "little")
                 head = bytes(strict.read_exactly(file, path, 0, 8 + size))
             found[path.name] = {"sha256": sums[path.name], "header": packed(head)}
-        elif path.name in copied:
+        elif path.name in copied and tokenizer.read(path, origin.tokenizer_class) == path.read_bytes():
             found[path.name] = {"sha256": disk.sha256(path)}
-        elif path.stat().st_size <= SMALL:
+        elif path.name in copied or path.stat().st_size <= SMALL:
             found[path.name] = {"sha256": disk.sha256(path), "whole": packed(path.read_bytes())}
     return found
 
@@ -229,7 +229,8 @@ def rebuild(place: Path, origin: Origin, manifest: Mapping[str, Any], folder: Pa
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     disk.make_folder(partial)
-    texts = {name: unpacked(line["whole"], SMALL) for name, line in found.items() if "whole" in line}
+    most = {tokenizer.FILE: MAX_COPIED}
+    texts = {name: unpacked(line["whole"], most.get(name, SMALL)) for name, line in found.items() if "whole" in line}
     for name, line in found.items():
         target = partial / Path(name).name
         if name in texts:

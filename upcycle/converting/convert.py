@@ -18,6 +18,7 @@ source: not on order, threads, processes or the number of restarts.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import threading
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from upcycle.arch import tokenizer
 from upcycle.arch.registry import target
 from upcycle.arch.spec import BYTES
 from upcycle.config.reading import byte_size
@@ -81,7 +83,7 @@ def convert(
         identity["texts"] = [disk.sha256(Path(path)) for path in request.measured_texts(plan.config)]
     if complete(output, identity):
         if worker.rank == 0:
-            check_current(output, checkpoints)
+            check_current(plan, output, checkpoints)
         return output
     try:
         with (
@@ -149,13 +151,14 @@ def check_whole(output: Path) -> None:
         raise ValueError(f"{said}, so {output} has changed since it was written; remove it and convert again")
 
 
-def check_current(output: Path, checkpoints: Sequence[Checkpoint]) -> None:
+def check_current(plan: UpcyclePlan, output: Path, checkpoints: Sequence[Checkpoint]) -> None:
     """Raise a ValueError if the source has changed since the conversion; reread it only if sizes or times differ."""
     manifest = read_json(output / publish.MANIFEST)
     try:
         strict.held(manifest["read"], Read, "read")
         sums = {name: line["sha256"] for name, line in manifest["files"].items()}
-        said = next((str(p) for p in checkpoints[0].copied_files() if sums.get(p.name) != disk.sha256(p)), "")
+        copies = ((p, tokenizer.read(p, plan.tokenizer_class)) for p in checkpoints[0].copied_files())
+        said = next((str(p) for p, data in copies if sums.get(p.name) != hashlib.sha256(data).hexdigest()), "")
         if not said and manifest["sources"] != [c.stamps() for c in checkpoints]:
             said = changed(manifest["read"], checkpoints, {})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -387,7 +390,7 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
         copied[publish.MEASURED] = partial / JOB / OBSERVED
     for name, path in copied.items():
         beside.append(partial / name)
-        disk.copy(path, beside[-1])
+        write_atomic(beside[-1], tokenizer.read(path, plan.tokenizer_class))
     write_atomic(partial / CARD, card.text(plan, checkpoints[0].folder, copied).encode())
     manifest = {
         **identity,

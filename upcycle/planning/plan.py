@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from upcycle import plugin
+from upcycle.arch import tokenizer
 from upcycle.arch.abilities import relu2_as_gated
 from upcycle.arch.registry import TARGETS, family, readable, target
 from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
@@ -65,6 +66,11 @@ class UpcyclePlan:
     def grown(self) -> bool:
         """Return True if the source is already an MoE, and the plan changes its number of experts (grow.py)."""
         return bool(self.source_experts)
+
+    @property
+    def tokenizer_class(self) -> str:
+        """Return the class that the copy of tokenizer_config.json names, or "" for the dense model's word."""
+        return tokenizer.CLASSES.get(self.dense.family, "") if self.target == "upcycled" else ""
 
     @property
     def gated(self) -> bool:

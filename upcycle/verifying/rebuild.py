@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from upcycle.arch import registry
+from upcycle.arch import registry, tokenizer
 from upcycle.arch.ffn import FFN, NEURON_DIM, scale
 from upcycle.arch.slots import Slot
 from upcycle.config import reading as config
@@ -85,8 +85,8 @@ def faults(
             yield f"config.json has {key}={have.get(key)!r}, but the plan has {want.get(key)!r}"
     for path in checkpoints[0].copied_files():
         copy = made.folder / path.name
-        if not copy.is_file() or copy.read_bytes() != path.read_bytes():
-            yield f"{path.name} differs from the dense model's"
+        if not copy.is_file() or copy.read_bytes() != tokenizer.read(path, plan.tokenizer_class):
+            yield f"{path.name} differs from the copy of the dense model's that convert writes"
     if manifest["sources"] != [c.stamps() for c in checkpoints]:
         what = changed(manifest["read"], checkpoints, dict[Piece, str]())
         if what:

@@ -20,6 +20,7 @@ from training.checkpoint import layout, standalone
 from training.model.moe import MoE
 from training.model.stock.model import model_of
 from upcycle import api as upcycle_api
+from upcycle.arch import tokenizer
 from upcycle.cli.main import main
 from upcycle.converting import part
 from upcycle.io import publish
@@ -150,13 +151,15 @@ def test_the_last_part_out_leaves_every_byte_of_the_base(place: Path, joined: Pa
 @pytest.mark.parametrize(
     ("family", "more"),
     [
-        ("phi3", {}), ("gpt_neox", {}), ("gemma2", {}), ("starcoder2", {}),
+        ("phi3", {}), ("gpt_neox", {}), ("gemma2", {}), ("starcoder2", {}), ("mistral", {}), ("qwen2", {}),
         ("llama", {"intermediate_size": 100, "shards": 3}),  # slices of 50 neurons are padded
         ("llama", {"dtype": torch.bfloat16, "tie_word_embeddings": True}),
     ],
 )  # fmt: skip
 def test_the_base_comes_back_whatever_its_family(family: str, more: dict[str, Any], tmp_path: Path) -> None:
     base = tiny.make(family, tmp_path / "base", vocab_size=400, **more)
+    settings = {"tokenizer_class": "LlamaTokenizer", "added": "many tokens " * 100_000}  # over SMALL
+    (base / tokenizer.FILE).write_text(json.dumps(settings, indent=7))
     with layout.online(*asked(base), reads=False) as origin:
         spec, names = origin.spec, {stored.roles[0][0]: stored.name for stored in origin.tensors}
         from upcycle.io.checkpoint import Checkpoint
@@ -165,7 +168,31 @@ def test_the_base_comes_back_whatever_its_family(family: str, more: dict[str, An
             about: part.Base = {"name": "base", "files": part.sums_of(checkpoint)}
         part.write(tmp_path / "law", spec, "law", lambda role: origin.read(names[role]), about, [{"steps": 1}], [], {})  # type: ignore[arg-type]
     joined = api.join(base, tmp_path / "law", output=tmp_path / "joined")
+    named = json.loads((joined / tokenizer.FILE).read_text())["tokenizer_class"]
+    assert named == tokenizer.CLASSES.get(family, "LlamaTokenizer")
     assert files(api.remove(joined, "law", tmp_path / "again")) == files(base)
+
+
+def test_the_base_of_two_parts_comes_back_with_the_class_of_its_tokenizer(place: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(place / "base", base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"model_type": "mistral", "sliding_window": None}))
+    (base / tokenizer.FILE).write_text('{"tokenizer_class":"LlamaTokenizer" , "eos_token":"<eos>"}')
+    parts = []
+    for name in ("law", "code"):
+        folder = Path(shutil.copytree(place / name, tmp_path / name))
+        record = json.loads((folder / "part.json").read_text())
+        del record["sum"]
+        record["base"]["files"]["config.json"] = sha256(base / "config.json")
+        (folder / "part.json").write_bytes(publish.signed(record))
+        parts.append(folder)
+    joined = api.join(base, *parts, output=tmp_path / "joined")
+    less = api.remove(joined, "law", tmp_path / "less")
+    alone = api.join(base, parts[1], output=tmp_path / "alone")
+    want = b'{"tokenizer_class":"PreTrainedTokenizerFast" , "eos_token":"<eos>"}'
+    assert {(each / tokenizer.FILE).read_bytes() for each in (joined, less, alone)} == {want}
+    assert files(api.remove(less, "code", tmp_path / "again")) == files(base)
 
 
 def asked(base: Path) -> tuple[Any, Any]:
