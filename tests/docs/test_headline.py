@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import headline
-from benchmarks.headline import PICTURE, README, ROOT, page, picture, rows, written
+from tests.docs import headline
+from tests.docs.headline import PICTURE, README, ROOT, page, picture, rows, written
 
 LOGS = " ".join(path.read_text() for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")))
 
 
 def test_the_readmes_table_and_picture_are_written_from_the_file() -> None:
-    again = "run python -m benchmarks.headline"
+    again = "run python -m tests.docs.headline"
     assert README.read_text() == page(), again
     assert PICTURE.read_text() == picture(), again
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
 
 class Float64(TorchFunctionMode):
-    """Inside this context a cast of a float64 tensor to float32 does nothing."""
+    """Inside this context a cast of a float64 tensor to float32 does nothing, and a product with one is in float64."""
 
     def __torch_function__(
         self,
@@ -30,4 +32,7 @@ class Float64(TorchFunctionMode):
                 return args[0]
             args = [torch.float64 if value is torch.float32 else value for value in args]
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        if function in PRODUCTS and torch.float64 in (args[0].dtype, args[1].dtype):
+            # before 5.19 transformers multiplies frequencies, which stay wide here, by positions in float32
+            args = [value.double() for value in args]
         return function(*args, **kwargs)

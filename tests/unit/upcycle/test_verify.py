@@ -21,6 +21,7 @@ from upcycle.io.checkpoint import Checkpoint
 from upcycle.text.streamed import Streamed
 from upcycle.verifying import rebuild
 from upcycle.verifying.verify import FEW, tokens, verify
+from upcycle.verifying.wide import Float64
 
 METHODS = {
     "copy": ["experts=4"],
@@ -282,3 +283,14 @@ def test_verify_refuses_a_config_that_is_not_of_the_weights(
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
     assert main(["verify", str(llama), str(folder)]) == 2
     assert main(["verify", str(folder), str(llama)]) == 2
+
+
+@pytest.mark.parametrize("product", [torch.matmul, Tensor.matmul, Tensor.__matmul__, lambda a, b: a @ b])
+def test_wide_numbers_times_float32_are_wide(product: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """transformers 5.17 and 5.18 multiply rotary frequencies by positions so."""
+    wide, positions = torch.rand(3, 2, dtype=torch.float64), torch.arange(8.0).view(2, 4)
+    with Float64():
+        got = product(wide.to(torch.float32), positions)
+        assert product(positions.T, wide.T.float()).equal(got.T)
+        assert product(positions.T, positions).dtype == torch.float32
+    assert got.equal(wide @ positions.double())

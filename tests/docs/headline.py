@@ -1,4 +1,4 @@
-"""Write README.md's table of results and its picture from benchmarks/results/headline.yaml: python -m benchmarks.headline"""
+"""Write README.md's table of results and its picture from benchmarks/results/headline.yaml: python -m tests.docs.headline"""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "benchmarks" / "results" / "headline.yaml"
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "images" / "results.svg"
-TABLE = re.compile(r"(?<=<!-- results: written by benchmarks/headline.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
+TABLE = re.compile(r"(?<=<!-- results: written by tests/docs/headline.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 LEFT, WIDTH, ROW, TOP = (
     300,
     460,
