@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
@@ -21,8 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-UNREACHED = "Gloo connectFullMesh failed"
 
 
 class Failed(RuntimeError):
@@ -37,20 +34,9 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 1
     """The ranks' results in order. `function` must be importable (top level of a module), and its results picklable.
 
     The first rank that fails ends all. The error holds its traceback, and those of ranks that fail within two seconds
-    of it: who is heard first is often the peer of the one that broke. Ranks that hang are ended after `timeout`
-    seconds, after each has written where it stands to stderr. Where gloo could not connect the processes and nothing
-    else is heard (once in CI), the test has not begun: it starts again, once, with a warning.
+    of it: who is heard first may be the peer of one that died. Ranks that hang are ended after `timeout` seconds,
+    after each has written where it stands to stderr.
     """
-    try:
-        return _once(world, function, args, timeout)
-    except Failed as failed:
-        if not all(UNREACHED in said for said in failed.why.values()):
-            raise
-        warnings.warn(f"started again: {failed}", stacklevel=2)
-        return _once(world, function, args, timeout)
-
-
-def _once(world: int, function: Callable[..., Any], args: Any, timeout: float) -> list[Any]:
     context = forked()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -198,4 +184,8 @@ def _rank(
         message = pickle.dumps((False, traceback.format_exc()))
     send.send_bytes(message)
     send.close()
-    os._exit(0)  # peers may still talk to each other; nobody needs an orderly end
+    faulthandler.cancel_dump_traceback_later()
+    # a peer may still be in the middle of connecting to this process, whose end it would take for an error
+    parent = multiprocessing.parent_process()
+    wait([parent.sentinel] if parent else [])
+    os._exit(0)

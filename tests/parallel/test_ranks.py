@@ -1,4 +1,4 @@
-"""What a test of several ranks says when ranks fail."""
+"""What a test of several ranks relies on when ranks end or fail."""
 
 from __future__ import annotations
 
@@ -8,36 +8,38 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import UNREACHED, Failed, run
+from ranks import Failed, run
 
 
-def unreached(rank: int, world: int, marks: str, dies: bool, times: int) -> int:
-    """Rank 0 finds nobody, in so many starts."""
-    starts = Path(marks) / str(rank)
-    starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
-    again = len(starts.read_text()) > times
-    if rank == 1 and dies and not again:
+def leaves(rank: int, world: int, folder: str) -> bool:
+    """Rank 1 is done at once; rank 0 says whether its process is there when rank 0 is done."""
+    place = Path(folder) / "pid"
+    if rank == 1:
+        place.with_suffix(".partial").write_text(str(os.getpid()))
+        place.with_suffix(".partial").rename(place)
+        return True
+    while not place.exists():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    return "Z" not in Path(f"/proc/{place.read_text()}/stat").read_text().split()[2]
+
+
+def dies(rank: int, world: int) -> int:
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 0 and not again:
-        time.sleep(0.2)
-        raise RuntimeError(f"{UNREACHED} with [...] Connection closed by peer")
-    return rank
+    time.sleep(0.2)
+    raise ConnectionError("closed by peer")
 
 
-def test_processes_that_gloo_could_not_connect_start_again_and_it_is_said(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=f"(?s)started again: rank 0 failed:.*{UNREACHED}"):
-        assert run(2, unreached, str(tmp_path), False, 1) == [0, 1]
+def test_a_rank_that_is_done_stays_until_all_are(tmp_path: Path) -> None:
+    """Seen in CI: ranks that ended after their groups were made broke the peer that was still connecting."""
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("needs /proc to see processes")
+    assert run(2, leaves, str(tmp_path)) == [True, True]
 
 
-def test_once_only(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="started again"), pytest.raises(Failed, match=UNREACHED):
-        run(2, unreached, str(tmp_path), False, 2)
-    assert (tmp_path / "0").read_text() == "xx"
-
-
-def test_a_rank_that_died_is_named_next_to_the_peer_that_lost_it_and_nothing_starts_again(tmp_path: Path) -> None:
+def test_a_rank_that_died_is_named_next_to_the_peer_that_lost_it() -> None:
     with pytest.raises(Failed) as failed:
-        run(2, unreached, str(tmp_path), True, 1)
-    assert UNREACHED in failed.value.why[0]
+        run(2, dies)
+    assert "closed by peer" in failed.value.why[0]
     assert failed.value.why[1] == "it died without a word, exit code -9"
-    assert (tmp_path / "0").read_text() == "x"
