@@ -230,7 +230,7 @@ def finish(
         disk.write_atomic(partial / name, text.encode())
     for path in origin.files:  # today's modelling file, not the one from when the run began
         today = MODELING if path.name == MODELING.name else path
-        disk.write_atomic(partial / path.name, tokenizer.read(today, origin.tokenizer_class))
+        tokenizer.copy(today, partial / path.name, origin.tokenizer_class)
     beside = [partial / name for name in (*texts, *(path.name for path in origin.files)) if name != CARD]
     manifest = {**made, "files": {**files, **publish.listed(beside)}}
     disk.write_atomic(partial / publish.MANIFEST, publish.signed(manifest))

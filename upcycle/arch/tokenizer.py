@@ -11,7 +11,7 @@ import re
 from itertools import islice
 from pathlib import Path
 
-from upcycle.io import strict
+from upcycle.io import disk, strict
 
 FILE = "tokenizer_config.json"
 PLAIN = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is; older versions of transformers know this name too
@@ -22,6 +22,14 @@ CLASSES = {
 }
 NAMED = re.compile(rb'"tokenizer_class"\s*:\s*("[^"]*")')
 TRIES = 8  # keys of this name that are tried, because one may lie deeper in the file
+
+
+def copy(path: Path, target: Path, name: str) -> None:
+    """Copy a file as `read` reads it; only tokenizer_config.json is held in memory as a whole."""
+    if name and path.name == FILE:
+        disk.write_atomic(target, read(path, name))
+    else:
+        disk.copy(path, target)
 
 
 def read(path: Path, name: str) -> bytes:

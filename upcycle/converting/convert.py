@@ -390,7 +390,7 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
         copied[publish.MEASURED] = partial / JOB / OBSERVED
     for name, path in copied.items():
         beside.append(partial / name)
-        write_atomic(beside[-1], tokenizer.read(path, plan.tokenizer_class))
+        tokenizer.copy(path, beside[-1], plan.tokenizer_class)
     write_atomic(partial / CARD, card.text(plan, checkpoints[0].folder, copied).encode())
     manifest = {
         **identity,

@@ -32,7 +32,7 @@ class Float64(TorchFunctionMode):
                 return args[0]
             args = [torch.float64 if value is torch.float32 else value for value in args]
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
-        if function in PRODUCTS and torch.float64 in (args[0].dtype, args[1].dtype):
+        if function in PRODUCTS and {value.dtype for value in args} == {torch.float32, torch.float64}:
             # before 5.19 transformers multiplies frequencies, which stay wide here, by positions in float32
             args = [value.double() for value in args]
         return function(*args, **kwargs)
