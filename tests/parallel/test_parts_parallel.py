@@ -34,7 +34,7 @@ def test_a_part_learns_the_same_on_two_ranks(more: list[str], place: Path, tmp_p
     have, want = (load_file(tmp_path / f"{name}-out" / "model.safetensors") for name in ("two", "one"))
     assert have.keys() == want.keys()
     for name in want:
-        anchor = ".experts." not in name or int(name.split(".")[5]) < 4
+        anchor = ".experts." not in name or int(name.split(".")[5]) < 1
         assert torch.equal(have[name], want[name]) if anchor else torch.allclose(have[name], want[name], atol=2e-4), (
             name
         )

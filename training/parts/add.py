@@ -1,7 +1,8 @@
 """Make a part: train new copies of a model's FFNs on documents, and write them as a small folder.
 
 OUTPUT.work/documents.jsonl, general.jsonl   samples that the router's rows are measured on
-OUTPUT.work/data, general                    token shards: to train on, and to see that general text stays
+OUTPUT.work/data, general                    token shards to train on
+OUTPUT.work/held                             token shards of the sample of general text, to see that it stays
 OUTPUT.work/run                              the training run, which resumes
 OUTPUT/                                      the part
 """
@@ -41,6 +42,7 @@ from upcycle.text import tokens
 
 CHARACTERS = 10  # of a sample for each token that is measured; no tokenizer needs as many
 FILES = 200  # that a sample reads at once
+GENERAL = 0.2  # of the samples that training reads: tokens of general text that leave the anchor shall do no harm
 PIECE = 4000  # characters of a document that a sample takes, so that it has many documents
 
 
@@ -79,9 +81,9 @@ def add(asked: AddConfig, words: Sequence[str], train: Callable[[TrainConfig], o
         sample(paths, work / f"{name}.jsonl", calibration.tokens * CHARACTERS)
     few = max(calibration.sequence, 1) * (enough(asked.model, work, calibration.tokens) // calibration.sequence)
     config = configured(asked, [*words, f"model.upcycle.calibration.tokens={few or calibration.tokens}"], work)
-    sources = {"data": [str(path) for path in texts["documents"]], "general": [str(work / "general.jsonl")]}
+    sources = {"data": texts["documents"], "general": texts["general"], "held": [work / "general.jsonl"]}
     for name, places in sources.items():
-        prepare(PrepareConfig(str(work / name), asked.model, tuple(places)), Worker.here())
+        prepare(PrepareConfig(str(work / name), asked.model, tuple(map(str, places))), Worker.here())
     for what, value in foreseen(config):
         print(f"{what:<19} {value}", file=sys.stderr)
     train(config)
@@ -91,11 +93,14 @@ def add(asked: AddConfig, words: Sequence[str], train: Callable[[TrainConfig], o
 def configured(asked: AddConfig, words: Sequence[str], work: Path) -> TrainConfig:
     """Return the training config of a part: the ready one with its own model, texts and folders, and then `words`."""
     texts = [str(work / "general.jsonl"), str(work / "documents.jsonl")]
-    train = {"path": str(work / "data"), "name": asked.name}
+    train = [
+        {"path": str(work / "data"), "name": asked.name, "weight": 1 - GENERAL},
+        {"path": str(work / "general"), "name": "general", "weight": GENERAL},
+    ]
     own = [
         f"model.upcycle.source={asked.model}", f"model.upcycle.method.part={asked.name}", f"output={work / 'run'}",
-        f"model.upcycle.router.init.texts={json.dumps(texts)}", f"data.train={json.dumps([train])}",
-        f"data.valid={json.dumps([str(work / 'general')])}",
+        f"model.upcycle.router.init.texts={json.dumps(texts)}", f"data.train={json.dumps(train)}",
+        f"data.valid={json.dumps([{'path': str(work / 'held'), 'name': 'general'}])}",
     ]  # fmt: skip
     config = read(TrainConfig, "part", [*own, *words], TRAIN)
     stages_of(config)

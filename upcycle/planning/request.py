@@ -40,7 +40,7 @@ def sized(config: UpcycleConfig) -> tuple[SizedConfig, str]:
     sizes = {
         "experts": 2 if part else 4 * granularity if cut and slices > 1 else len(config.donors) or WHOLE.experts,
         "granularity": granularity,
-        "top_k": granularity if cut and not method.needs.disjoint else WHOLE.top_k,
+        "top_k": granularity if part or (cut and not method.needs.disjoint) else WHOLE.top_k,
     }
     left = {key: value for key, value in sizes.items() if getattr(config, key) is None}
     values = {field.name: getattr(config, field.name) for field in fields(config)} | left

@@ -26,6 +26,7 @@ from upcycle.text.layer import Read
 
 Text = tuple[Tensor, Tensor]  # ids [sequence, token], and the domain of every token
 TOGETHER = 1 << 30  # bytes of router inputs that a device divides into clusters together; a CPU's caches hold one layer
+FIRST = -2  # is added to the domain of each sequence's first token
 TOP = 10  # the most active neurons that mark a token, as in CMoE
 
 
@@ -40,6 +41,10 @@ def measure(
     """Return the measurements of a plan on `text`, or on the config's texts."""
     moe, init = plan.moe, plan.config.router.init
     ids, domain = text or tokens(plan, checkpoints)
+    if init.name == "parts":
+        domain = domain.view_as(ids).clone()
+        domain[:, 0] += FIRST
+        domain = domain.flatten()
     measured: dict[str, Tensor] = {}
     views = observe.walk(plan.dense, reader(plan, checkpoints), ids, quiet=quiet, device=device)
     together = TOGETHER if init.name == "clusters" and torch.device(device).type != "cpu" else 0
@@ -82,8 +87,8 @@ def measure_layer(plan: UpcyclePlan, view: observe.LayerView, domain: Tensor, ro
     if init.name == "hidden":
         rows = observe.domain_means(x_TD.cpu(), domain)
     if init.name == "parts":
-        general_TD, own_TD = (x_TD.cpu()[domain == kind] for kind in (0, 1))
-        row_D, left = parts.row(general_TD, own_TD, getattr(torch, moe.dtype))
+        general_TD, own_TD, first_FD = (x_TD.cpu()[domain == kind] for kind in (0, 1, FIRST))
+        row_D, left = parts.row(general_TD, own_TD, first_FD, getattr(torch, moe.dtype))
         rows = torch.stack([torch.zeros_like(row_D), *[row_D] * (moe.copies - 1)])
         measured[f"{prefix}.left"] = torch.tensor(left, dtype=torch.float64)
     if rows is not None:

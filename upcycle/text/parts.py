@@ -4,7 +4,10 @@ The row is Fisher's discriminant between the router's inputs on both texts. A ro
 along the direction in which all tokens are near 1. Held-back general text sets it: at most MARGIN of its tokens may
 leave the anchor, whose logit is 0.
 
-Shapes: T tokens, D hidden size.
+The first token of a text is unlike all others: later tokens attend to it, and its vector is nearly the same in all
+texts. A part that took it would change every token after it, so first tokens stay too.
+
+Shapes: T tokens, D hidden size, F first tokens.
 """
 
 from __future__ import annotations
@@ -22,28 +25,30 @@ RAISE = 0.02  # step of the threshold, in that unit, where rounding the row let 
 
 
 @torch.no_grad()
-def row(general_TD: Tensor, own_TD: Tensor, dtype: torch.dtype) -> tuple[Tensor, tuple[float, float]]:
+def row(general_TD: Tensor, own_TD: Tensor, first_FD: Tensor, dtype: torch.dtype) -> tuple[Tensor, tuple[float, float]]:
     """Return a float32 row whose numbers are exact in `dtype`, and the shares of held-back general tokens and of
-    held-back tokens of the part that leave the anchor. The row is zero, and all stay, where no threshold holds."""
+    held-back tokens of the part that leave the anchor. `first_FD` are the first tokens of general texts; the others
+    hold no first tokens. The row is zero, and all stay, where no threshold holds."""
     if min(len(general_TD), len(own_TD)) < LEAST:
         raise ValueError(
             f"a part's rows are measured on {len(general_TD)} tokens of general text and {len(own_TD)} of its "
             f"documents; give at least {LEAST} of each (calibration.tokens is of both)"
         )
     seen, held = zip(*(halves(x_TD.double()) for x_TD in (general_TD, own_TD)), strict=True)
-    means = [x_TD.mean(0) for x_TD in seen]
+    means, first_FD = [x_TD.mean(0) for x_TD in seen], first_FD.double()
     apart_TD = torch.cat([x_TD - mean_D for x_TD, mean_D in zip(seen, means, strict=True)])
-    spread_DD = ridged(apart_TD.T @ apart_TD / len(apart_TD))
-    away_D = torch.linalg.solve(spread_DD, means[1] - means[0])
+    # first tokens count as much as all others together
+    away_DD = ridged(square(apart_TD) + square(first_FD - means[0]))
+    away_D = torch.linalg.solve(away_DD, means[1] - means[0])
     whole_TD = torch.cat(seen)
-    one_D = torch.linalg.solve(ridged(whole_TD.T @ whole_TD / len(whole_TD)), whole_TD.mean(0))
+    one_D = torch.linalg.solve(ridged(square(whole_TD) + square(first_FD)), whole_TD.mean(0) + first_FD.mean(0))
     away_D = away_D * (SPREAD / (seen[0] @ away_D).std().clamp_min(1e-12))
     general_T, constant_T = held[0] @ away_D, (held[0] @ one_D).clamp_min(0.1)
     price = torch.quantile(general_T / constant_T, 1 - MARGIN)
     for _ in range(RAISES):
         found_D = (away_D - price * one_D).to(dtype).double()
         left = [float((x_TD @ found_D > 0).double().mean()) for x_TD in held]
-        if left[0] <= MARGIN:
+        if left[0] <= MARGIN and float((first_FD @ found_D > 0).double().mean()) <= MARGIN:
             return found_D.float(), (left[0], left[1])
         price += RAISE * SPREAD
     return torch.zeros_like(away_D, dtype=torch.float32), (0.0, 0.0)  # no direction is near 1 for enough tokens
@@ -53,6 +58,11 @@ def halves(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens to fit on, and those held back: the last ones, which are other documents."""
     last = len(x_TD) // HELD
     return x_TD[:-last], x_TD[-last:]
+
+
+def square(x_TD: Tensor) -> Tensor:
+    """Return the second moments."""
+    return x_TD.T @ x_TD / len(x_TD)
 
 
 def ridged(square_DD: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training import api
 from training.checkpoint import layout, standalone
+from training.data.shards import read_meta
 from training.model.moe import MoE
 from training.model.stock.model import model_of
 from upcycle import api as upcycle_api
@@ -26,6 +27,7 @@ from upcycle.converting import part
 from upcycle.io import publish
 from upcycle.io.disk import sha256
 from upcycle.text import parts as rows
+from upcycle.text import tokens
 
 WORDS: dict[str, Any] = {
     "steps": 3, "batch": 4, "micro_batch": 2, "data.sequence": 32, "schedule.warmup": 1, "schedule.peak": 0.01,
@@ -45,7 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jsonl(folder / "general.jsonl", texts(150, 0))
     for name, seed in (("law", 1), ("code", 2)):
         words = texts(40, seed)
-        drawn = random.Random(seed).sample(sorted(set(" ".join(words).split())), 4)
+        drawn = random.Random(seed).sample(sorted(set(" ".join(words).split())), 2)
         jsonl(folder / f"{name}.jsonl", [" ".join(random.Random(i).choices(drawn, k=80)) for i in range(60)])
         made(folder, name, folder / name)
     return folder
@@ -95,12 +97,20 @@ def test_only_the_copies_of_the_part_learn_and_nothing_else_has_a_state(place: P
     run = place / "law.work" / "run"
     before, after = (load_file(folder / "model.safetensors") for folder in (started(place), exported(place)))
     moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
-    own = {name for name in before if any(f".experts.{i}." in name for i in range(4, 8))}
+    own = {name for name in before if ".experts.1." in name}
     assert moved == own
     saved = standalone.shards_of(run, None)
     held = {name for name in saved.tensors if name.startswith("optimizer.state.")}
     assert held and all(".experts.up" in name or ".experts.down" in name for name in held), held
     assert not any("anchor" in name for name in held)
+
+
+def test_a_fifth_of_the_training_is_general_text(place: Path) -> None:
+    config = json.loads((place / "law.work" / "run" / "run.json").read_text())
+    weights = {source["name"]: source["weight"] for source in config["data"]["train"]}
+    assert weights == {"law": pytest.approx(0.8), "general": pytest.approx(0.2)}
+    words = {name: read_meta(place / "law.work" / name)["tokens"] for name in ("data", "general")}
+    assert all(words.values())
 
 
 def started(place: Path) -> Path:
@@ -270,7 +280,7 @@ def test_bytes_that_changed_are_found(place: Path, tmp_path: Path, capsys: pytes
 def test_a_part_and_a_joined_model_say_what_they_are(place: Path, joined: Path) -> None:
     said = upcycle_api.inspect(place / "law", tensors=True)
     assert (
-        "part                 law" in said and "leave the anchor" in said and "layers.0.router.weight  [4, 64]" in said
+        "part                 law" in said and "leave the anchor" in said and "layers.0.router.weight  [1, 64]" in said
     )
     assert "the base's own FFN, law (1), code (1)" in upcycle_api.inspect(joined)
     assert main(["inspect", str(joined), "check=true"]) == main(["verify", str(joined)]) == 0
@@ -338,7 +348,7 @@ def test_a_row_sends_a_parts_tokens_to_it_and_leaves_general_ones(tmp_path: Path
     general, new = (torch.randn(2048, 32, generator=draw) + shift for _ in range(2))
     own = torch.randn(2048, 32, generator=draw) + shift + 1.0
     for dtype in (torch.float32, torch.bfloat16):
-        row, left = rows.row(general, own, dtype)
+        row, left = rows.row(general, own, general[:64], dtype)
         assert torch.equal(row, row.to(dtype).float())
         assert left[0] <= rows.MARGIN and left[1] > 0.9
         assert float((new @ row > 0).double().mean()) < 3 * rows.MARGIN
@@ -347,8 +357,34 @@ def test_a_row_sends_a_parts_tokens_to_it_and_leaves_general_ones(tmp_path: Path
 def test_a_row_that_cannot_keep_its_margin_is_zero_and_sends_nothing() -> None:
     draw = torch.Generator().manual_seed(0)
     general, own = torch.randn(2048, 8, generator=draw), torch.randn(2048, 8, generator=draw) + 0.1  # no common mean
-    row, left = rows.row(general, own, torch.float32)
+    row, left = rows.row(general, own, general[:64], torch.float32)
     assert left == (0.0, 0.0) and not row.any()
+
+
+def test_the_first_token_of_a_text_stays_even_if_it_looks_like_the_part() -> None:
+    draw = torch.Generator().manual_seed(0)
+    shift, like, other = torch.randn(3, 32, generator=draw)
+    general, own = torch.randn(2, 4096, 32, generator=draw) + 3 * shift
+    own = own + like + other
+    first = 30 * like + torch.randn(64, 32, generator=draw)
+    row, left = rows.row(general, own, first, torch.bfloat16)
+    assert not bool((first @ row > 0).any()) and left[1] > 0.9
+    unaware, _ = rows.row(general, own, general[:64], torch.bfloat16)
+    assert bool((first @ unaware > 0).all()), "a row that knows no first token keeps them too, so this shows nothing"
+
+
+def test_no_first_token_of_the_general_text_that_was_measured_leaves(place: Path) -> None:
+    with layout.opened(started(place)) as origin, torch.no_grad():
+        model = layout.load(model_of(origin.spec, experts="reference", compute=torch.float32), origin)
+        left: list[torch.Tensor] = []
+        for layer in model.layers.values():
+            if isinstance(layer.ffn, MoE):
+                layer.ffn.router.register_forward_hook(lambda _, given, made: left.append(made.expert_TK > 0))
+        text = (place / "law.work" / "general.jsonl",)
+        ids = tokens.token_batches(place / "base", text, 2048, 32, 400)
+        model(ids)
+        first, rest = (torch.cat([each.view(len(ids), -1)[:, at] for each in left]) for at in (0, slice(1, None)))
+    assert not first.any() and rest.any()
 
 
 def test_a_part_that_would_get_no_token_is_refused(place: Path, tmp_path: Path) -> None:
@@ -386,9 +422,9 @@ def test_a_part_moves_to_a_newer_base_while_it_helps(
     moved = api.join(base, tmp_path / "law", output=tmp_path / "joined")
     want, have = load_file(base / "model.safetensors"), load_file(moved / "model.safetensors")
     old, own = (load_file(place / name) for name in ("base/model.safetensors", "law/part.safetensors"))
-    name, rows = "model.layers.0.mlp.up_proj.weight", slice(0, 24)
-    learned = own["layers.0.experts.0.up.weight"] - old[name][rows]
-    torch.testing.assert_close(have["model.layers.0.mlp.experts.4.up_proj.weight"], want[name][rows] + learned)
+    name = "model.layers.0.mlp.up_proj.weight"
+    learned = own["layers.0.experts.0.up.weight"] - old[name]
+    torch.testing.assert_close(have["model.layers.0.mlp.experts.1.up_proj.weight"], want[name] + learned)
     again = api.remove(moved, "law", tmp_path / "again")
     assert files(again) == files(base)
 

@@ -13,7 +13,6 @@ from upcycle.arch.ffn import FFN
 from upcycle.planning.methods import Needs, Place, Sizes
 
 EXACT = True
-SLICES = 4
 
 
 @dataclass(frozen=True)
