@@ -33,6 +33,7 @@ def node() -> None:
 
 
 if __name__ == "__main__":
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # else workers leave the folder that travelled, which has the config
     TorchTrainer(
         node,
         torch_config=TorchConfig(backend="gloo"),

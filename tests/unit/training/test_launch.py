@@ -189,6 +189,28 @@ def test_it_is_submitted_only_if_asked(kind: str, here: Path, monkeypatch: pytes
     assert sent[-1] == FILES[kind] and sent[0] in ("sbatch", "sky", "kubectl", "ray")
 
 
+def test_rays_workers_stay_in_the_folder_that_travelled(here: Path) -> None:
+    """Ray Train puts a worker into an empty folder unless this variable says no, and then it finds no config."""
+    for name in ("ray", "ray/train"):
+        (here / "stub" / name).mkdir(parents=True)
+    (here / "stub/ray/__init__.py").touch()
+    (here / "stub/ray/train/__init__.py").write_text(
+        "def FailureConfig(**_): ...\nRunConfig = ScalingConfig = FailureConfig"
+    )
+    (here / "stub/ray/util.py").write_text("def get_node_ip_address(): ...")
+    (here / "stub/ray/train/torch.py").write_text(
+        "import os\ndef TorchConfig(**_): ...\n"
+        "class TorchTrainer:\n"
+        "    def __init__(self, *_, **__): ...\n"
+        "    def fit(self):\n"
+        "        print('stays' if os.environ.get('RAY_CHDIR_TO_TRIAL_DIR') == '0' else 'leaves')\n"
+    )
+    assert main(["launch", "ray", "my.yaml", "gpus=2", "nodes=2"]) == 0
+    own = {**os.environ, "PYTHONPATH": str(here / "stub")}
+    said = subprocess.run([sys.executable, FILES["ray"]], check=True, capture_output=True, text=True, env=own)
+    assert said.stdout == "stays\n"
+
+
 def test_rays_recipe_starts_torchrun_on_each_node(here: Path) -> None:
     pytest.importorskip("ray.train", reason="Ray Train is not installed")
     assert main(["launch", "ray", "my.yaml", "gpus=2", "nodes=2"]) == 0
