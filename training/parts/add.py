@@ -95,7 +95,7 @@ def configured(asked: AddConfig, words: Sequence[str], work: Path) -> TrainConfi
     texts = [str(work / "general.jsonl"), str(work / "documents.jsonl")]
     train = [
         {"path": str(work / "data"), "name": asked.name, "weight": 1 - GENERAL},
-        {"path": str(work / "general"), "name": "general", "weight": GENERAL},
+        {"path": str(work / "general"), "name": f"not-{asked.name}", "weight": GENERAL},
     ]
     own = [
         f"model.upcycle.source={asked.model}", f"model.upcycle.method.part={asked.name}", f"output={work / 'run'}",

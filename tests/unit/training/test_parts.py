@@ -108,7 +108,7 @@ def test_only_the_copies_of_the_part_learn_and_nothing_else_has_a_state(place: P
 def test_a_fifth_of_the_training_is_general_text(place: Path) -> None:
     config = json.loads((place / "law.work" / "run" / "run.json").read_text())
     weights = {source["name"]: source["weight"] for source in config["data"]["train"]}
-    assert weights == {"law": pytest.approx(0.8), "general": pytest.approx(0.2)}
+    assert weights == {"law": pytest.approx(0.8), "not-law": pytest.approx(0.2)}
     words = {name: read_meta(place / "law.work" / name)["tokens"] for name in ("data", "general")}
     assert all(words.values())
 
