@@ -56,8 +56,6 @@ class Router(nn.Module):
     def route(self, x_TD: Tensor) -> Routing:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         bias, kind = self.bias, x_TD.device.type
-        if self.spec.anchors and self.spec.top_k == 1 and not self.weight.requires_grad:
-            x_TD = x_TD.detach()  # the weight of the only choice is always 1, so there is no gradient to compute
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             weight_ND = self.weight + self.low * (self.lora_b @ self.lora_a) if self.low else self.weight
             if self.spec.anchors:  # an anchor's rows never learn
