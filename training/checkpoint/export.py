@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from training.checkpoint.layout import Index, Origin, Stored, bounds, joined, roles
 from training.checkpoint.standalone import settings_of, shrink_of, trains
-from training.checkpoint.storage import Shards, not_finite
+from training.checkpoint.storage import STAGE, Host, Shards, not_finite
 from training.model.decoder import Decoder
 from training.model.lora import delta, pairs
 from training.model.moe import Experts
@@ -54,8 +54,9 @@ class Roles(Protocol):
 
 
 class Weights:
-    """Read a model's whole tensors into host memory, from the undivided model or from its checkpoint `saved`; then the
-    model may be on the meta device, and experts are pulled as the checkpoint says."""
+    """Read a model's whole tensors, from the undivided model or from its checkpoint `saved`; then the model may be on
+    the meta device, and experts are pulled as the checkpoint says. Roles are on the model's device if it is undivided
+    and each is a part of one of its tensors, else in host memory."""
 
     def __init__(self, model: Decoder, saved: Shards | None = None) -> None:
         self.model, self.saved, self.roles = model, saved, roles(model)
@@ -84,6 +85,8 @@ class Weights:
     def role(self, role: str) -> Tensor:
         """Return a role's tensor with its adapters merged, or with its experts pulled."""
         tensor, index = self.roles[role]
+        if self.saved is None and not self.adapters and not self.codes:
+            return local(tensor.detach())[index]
         if id(tensor) not in self.adapters.keys() | self.codes.keys() | self.pulled:
             return self.whole(tensor, index)
         if id(tensor) not in self.made:
@@ -178,16 +181,32 @@ def texts_of(origin: Origin, dtype: str, shards: Sequence[tuple[str, list[Stored
 
 def write_shard(path: Path, group: Sequence[Stored], weights: Roles) -> dict[str, Any]:
     """Write tensors as a safetensors file and return its size and sha256."""
-    total = sum(stored.bytes for stored in group)
+    total, host = sum(stored.bytes for stored in group), Host()
     with disk.Stream(path) as stream, tqdm(total=total, desc=path.name, unit="B", unit_scale=True, delay=2) as bar:
         stream.write(disk.header(group))
-        for stored in group:
-            parts = {role: weights.role(role) for role, _ in stored.roles}
-            whole = joined(stored, parts).to(getattr(torch, stored.dtype)).contiguous()
-            check_finite({stored.name: whole})
-            stream.write(whole)
-            bar.update(stored.bytes)
+        for several in batched(group):
+            made = {}
+            for stored in several:
+                parts = {role: weights.role(role) for role, _ in stored.roles}
+                made[stored.name] = joined(stored, parts).to(getattr(torch, stored.dtype)).contiguous()
+            check_finite(made)
+            for part in host.parts(*made.values()):
+                stream.write(part)
+            bar.update(sum(stored.bytes for stored in several))
     return {"bytes": stream.bytes, "sha256": stream.sha256}
+
+
+def batched(group: Sequence[Stored]) -> Iterator[list[Stored]]:
+    """Yield the tensors in lists of up to STAGE bytes: a GPU takes as long for a small tensor as for many."""
+    several: list[Stored] = []
+    size = 0
+    for stored in group:
+        if several and size + stored.bytes > STAGE:
+            yield several
+            several, size = [], 0
+        several.append(stored)
+        size += stored.bytes
+    yield several
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:

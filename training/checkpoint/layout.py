@@ -485,13 +485,13 @@ def begin_adapters(model: Decoder, seed: int) -> None:
 
 def joined(stored: Stored, source: Mapping[str, Tensor]) -> Tensor:
     if not any(rows for _, rows in stored.roles):
-        parts = [source[role].detach().cpu().flatten() for role, _ in stored.roles]
-        whole = torch.cat(parts)
+        parts = [source[role].detach().flatten() for role, _ in stored.roles]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return (whole.view(stored.view).permute(stored.order) if stored.order else whole).reshape(stored.shape)
     first = source[stored.roles[0][0]]
-    whole = torch.empty(stored.shape, dtype=first.dtype)
+    whole = torch.empty(stored.shape, dtype=first.dtype, device=first.device)
     for role, rows in stored.roles:
-        part, start = source[role].detach().cpu(), 0
+        part, start = source[role].detach(), 0
         for a, b in rows:
             whole[a:b] = part[start : start + b - a]
             start += b - a

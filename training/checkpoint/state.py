@@ -78,16 +78,18 @@ class TrainState:
     step: int = 0
     parts: dict[str, Part] = field(default_factory=dict)  # equal on all ranks
     rng: Rng = field(default_factory=Rng)
+    light: bool = False  # it was loaded from a checkpoint without moments
 
-    def tensors(self, rank: int) -> dict[str, Tensor]:
-        """Return everything, by name."""
+    def tensors(self, rank: int, *, moments: bool = True) -> dict[str, Tensor]:
+        """Return everything, by name, or everything but the moments of parameters that are their own masters."""
         out = {f"model.{name}": tensor for name, tensor in weights(self.model).items()}
         put(out, "step", self.step)
         for name, group in self.groups().items():
             put(out, f"optimizer.group.{name}", {k: v for k, v in group.items() if k != "params"})
         for name, (optimizer, parameter) in self.trained().items():
-            if parameter in optimizer.state:
-                put(out, f"optimizer.state.{name}", optimizer.state[parameter])
+            if parameter in (states := optimizer.state):
+                kept = moments or "master" in states[parameter]
+                put(out, f"optimizer.state.{name}", states[parameter] if kept else {})
         for name, part in self.named_parts(rank).items():
             put(out, name, part.state_dict())
         return out
@@ -108,6 +110,7 @@ class TrainState:
             mine, theirs = optimizer.state[parameter], dict[str, Any]()
             if f"optimizer.state.{name}{JSON}" in saved.tensors:  # else it was frozen, and its moments start at zero
                 theirs = get(f"optimizer.state.{name}")
+                self.light |= not theirs
                 mine.update(moments(mine, theirs))  # in place, because the optimizer may reference it
             if "mean" in mine and "mean" not in theirs:  # as if all counted steps had had these weights
                 mine["mean"].copy_(mine.get("master", parameter).detach())
@@ -266,6 +269,7 @@ class Checkpoints:
     """A run's checkpoints, step-00000123 and so on. All ranks call every method together.
 
     keep: how many of the newest stay, in addition to multiples of keep_every (0: none).
+    light: the run's last checkpoint has no moments.
     asynchronous: save returns when the state is copied to host memory; a thread writes it, and `failed` becomes true if
     it cannot. The next save waits for it; the first failure in a row is reported and tried again, the second is raised.
     load and close raise any failure.
@@ -280,12 +284,13 @@ class Checkpoints:
         *,
         keep: int = 3,
         keep_every: int = 0,
+        light: bool = False,
         asynchronous: bool = True,
         settings: Callable[[int], Mapping[str, Any]] = lambda step: {},
         allow: Sequence[str] = (),
         mirror: Mirror | None = None,
     ) -> None:
-        self.folder, self.keep, self.keep_every, self.mirror = folder, keep, keep_every, mirror
+        self.folder, self.keep, self.keep_every, self.light, self.mirror = folder, keep, keep_every, light, mirror
         self.asynchronous, self.settings, self.allow = asynchronous, settings, allow
         distributed = dist.is_available() and dist.is_initialized()
         # a separate CPU group: the thread's collectives must not meet those of a training step
@@ -305,7 +310,7 @@ class Checkpoints:
         except ValueError as error:
             self.forgive(error, step)
         state.step = step
-        live = state.tensors(self.rank)
+        live = state.tensors(self.rank, moments=not (last and self.light))
         parts = {name: local(tensor.detach()) for name, tensor in live.items()}
         self.check_finite(step, parts)
         if not self.asynchronous:

@@ -217,7 +217,7 @@ def write_shard(path: Path, own: Sequence[Piece], staged: Mapping[str, Tensor]) 
 
 
 class Host:
-    """Bring tensors of a GPU to host memory a part at a time, while the GPU computes.
+    """Bring tensors of a device to host memory a part at a time, while the GPU computes.
 
     `Tensor.cpu()` would use fresh memory for each tensor, at a tenth of the speed, and kernels would queue behind it.
     The tensors must be complete before, and must not change."""
@@ -225,17 +225,18 @@ class Host:
     stream: torch.cuda.Stream | None = None
     pinned = torch.empty(0, dtype=torch.uint8)
 
-    def parts(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Yield the tensor's bytes in order; each part is valid until the next one."""
-        if not tensor.is_cuda:
-            yield tensor.cpu()
+    def parts(self, *tensors: Tensor) -> Iterator[Tensor]:
+        """Yield the tensors' bytes in order; each part is valid until the next one."""
+        if not tensors[0].is_cuda:
+            yield from tensors
             return
         if self.stream is None:
-            self.stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+            self.stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self.stream):  # a new thread would use the first GPU
             if not len(self.pinned):
                 self.pinned = torch.empty(STAGE, dtype=torch.uint8, pin_memory=True)
-            whole = tensor.contiguous().flatten().view(torch.uint8)
+            flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
+            whole = flat[0] if len(flat) == 1 else torch.cat(flat)
         for part in whole.split(STAGE):  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self.stream):
                 self.pinned[: len(part)].copy_(part, non_blocking=True)

@@ -34,6 +34,7 @@ T = TypeVar("T")
 STAGED = ("data", "schedule", "optim", "balance", "teacher")  # parts of a config that a stage may change
 
 
+LAST = ("all", "weights")
 EPOCH = "steps; an epoch has as many steps as the data has tokens / (batch * data.sequence)"
 FROZEN = "model.frozen=nf4 with lora.rank=16, for frozen experts of 4 bits, or model.frozen=bfloat16"
 OTHER_TOOLS = {  # names of other trainers for keys of TrainConfig
@@ -109,11 +110,14 @@ class CheckpointConfig:
     every: int = 500  # steps between checkpoints; 0: only at the end
     keep: int = 2  # newest checkpoints to keep
     keep_every: int = 0  # also keep checkpoints whose step is a multiple of this; 0: none
+    # what the checkpoint after the last step holds: all | weights, which is a third of it (with AdamW), and enough for
+    # everything but more steps: those start without moments
+    last: str = "all"
     asynchronous: bool = True  # write checkpoints while the run continues
     mirror: str = ""  # address (s3://bucket/run) of a copy of the checkpoints; a run on an empty disk resumes there
 
     def __post_init__(self) -> None:
-        check_values(self, "checkpoint.", {"every keep_every": at_least(0), "keep": at_least(1)})
+        check_values(self, "checkpoint.", {"every keep_every": at_least(0), "keep": at_least(1), "last": one_of(LAST)})
         if self.mirror and not is_url(self.mirror):
             raise ValueError(
                 f"checkpoint.mirror is {short(self.mirror)}; it must be an address, such as s3://bucket/run"

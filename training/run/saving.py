@@ -34,6 +34,7 @@ def checkpoints_of(run: Run, mirror: Mirror | None = None) -> Checkpoints:
         run.folder / CHECKPOINTS,
         keep=keep.keep,
         keep_every=keep.keep_every,
+        light=keep.last == "weights",
         asynchronous=keep.asynchronous,
         settings=partial(settings_at, run.whole),
         allow=run.config.resume.allow,

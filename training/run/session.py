@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
@@ -87,6 +88,12 @@ class Session:
         run, config = self.run, self.config
         self.first = self.saved = self.checkpoints.load(self.state)
         if self.first < config.steps:
+            if self.state.light and run.leads:
+                warnings.warn(
+                    f"the checkpoint of step {self.first} was the last of a run with checkpoint.last=weights, so "
+                    "moments start at zero",
+                    stacklevel=2,
+                )
             self.checkpoints.check_room(self.state, saving.saves_left(run, self.first))
         if not self.first:
             begin(run)
@@ -236,10 +243,10 @@ class Session:
         self.reading.close()
         if self.saved < self.state.step:
             self.save()
+        if self.run.leads and (self.state.step > self.first or not self.stopped):  # otherwise it may have no loss yet
+            draw(self.folder)  # while the last checkpoint is written
         self.checkpoints.settle(self.state)
         self.stack.close()
-        if self.run.leads and (self.state.step > self.first or not self.stopped):  # otherwise it may have no loss yet
-            draw(self.folder)
         if not self.stopped:
             saving.check_learned(self.run)  # again: an older version may have saved the last step
             self.export()

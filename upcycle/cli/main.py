@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from upcycle.cli import frame
 
@@ -173,10 +175,18 @@ def show_own_packages() -> None:
 
 def script(*before: str) -> NoReturn:
     """Run as a program, with `before` in front of the words."""
+    codes: list[int] = []
+    atexit.register(leave, codes)  # the first one, so it runs after those of all libraries
     sys.argv[1:1] = before
-    code = frame.start(main)
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if MODULES.get(name, "upcycle.").startswith("upcycle."):  # everything is on disk; torch's teardown would take 0.4 s
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    codes.append(frame.start(main))
+    sys.exit(codes[0])
+
+
+def leave(codes: Sequence[int]) -> None:
+    """End the process with the code that a command returned: Python would take every object of torch apart, which
+    takes a second and changes no file. After a defect there is no code, and Python ends as always."""
+    if codes:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):  # no stream, a reader that left, a closed one
+                stream.flush()
+        os._exit(codes[0])

@@ -29,6 +29,7 @@ from training.checkpoint import storage
 from training.checkpoint.state import Checkpoints
 from training.cli.export import main as export_main
 from training.config.reading import read_config
+from training.config.schema import TrainConfig
 from training.observe.metrics import read as read_metrics
 from training.run import step as step_module
 from training.run.loop import train
@@ -79,6 +80,42 @@ def test_any_checkpoint_is_exported_and_so_is_a_finished_run(
         assert (tmp_path / name / "model.safetensors").read_bytes() == (
             tmp_path / "own" / "model.safetensors"
         ).read_bytes()
+
+
+def test_the_last_checkpoint_may_hold_weights_alone(place: Path, tmp_path: Path) -> None:
+    """A finished run's export, its checkpoint's export and a second start are those of a run that keeps everything;
+    more steps start without moments and say so. Checkpoints before the last step hold everything."""
+
+    def given(name: str, *more: str) -> TrainConfig:
+        kept = [f"checkpoint.last={name}", "checkpoint.keep=9", f"export={tmp_path / name}-model"]
+        return read_config("", words(place, tmp_path / name, "steps=4", *kept, *more))
+
+    for name in ("all", "weights"):
+        train(given(name))
+        export(tmp_path / name / "checkpoints" / "step-00000004", tmp_path / f"{name}-again")
+    assert files(tmp_path / "all-model") == files(tmp_path / "weights-model") == files(tmp_path / "weights-again")
+    every, light = (set(held(tmp_path / name, 4)) for name in ("all", "weights"))
+    assert light < every and all("optimizer.state" in name for name in every - light)
+    assert {name.rpartition(".")[2] for name in every - light} == {"exp_avg", "exp_avg_sq", "step"}
+    assert held(tmp_path / "weights", 2) == held(tmp_path / "all", 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(given("weights"))  # it is done, and nothing is lost by that
+    with pytest.warns(UserWarning, match="step 4 was the last of a run with checkpoint.last=weights, so moments start"):
+        train(given("weights", "steps=6", f"export={tmp_path / 'more'}"))
+    train(given("all", "steps=6", f"export={tmp_path / 'more-all'}"))
+    assert held(tmp_path / "weights", 6).keys() == held(tmp_path / "weights", 4).keys()
+    assert files(tmp_path / "more") != files(tmp_path / "more-all"), "the moments of step 4 matter"
+
+
+def held(run: Path, step: int) -> dict[str, Any]:
+    """Return the tensors that a checkpoint holds, by name."""
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    return {name: entry["shape"] for name, entry in storage.read_manifest(folder)["tensors"].items()}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
 def test_a_save_that_failed_is_said_at_the_next_step_and_tried_again(

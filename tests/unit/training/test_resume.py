@@ -32,8 +32,8 @@ def run(place: Path) -> Path:
 
 
 QUIET = {
-    "output", "export", "push", "checkpoint.mirror", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.asynchronous",
-    "log.to", "log.project", "log.name", "log_every", "valid_every", "profile", "memory_snapshot", "device", "patience",
+    "output", "export", "push", "checkpoint.mirror", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every",
+    "checkpoint.last", "checkpoint.asynchronous", "log.to", "log.project", "log.name", "log_every", "valid_every", "profile", "memory_snapshot", "device", "patience",
     "data.valid", "resume.allow", "optim.skips", "lora.export", "islands.join", "islands.secret", "islands.certificate",
     "islands.authority", "islands.throttle", "islands.patience", "islands.listen", "islands.count", "islands.most",
     "stages",

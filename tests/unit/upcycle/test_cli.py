@@ -106,6 +106,27 @@ def test_a_folder_named_training_hides_nothing(tmp_path: Path) -> None:
         assert done.returncode == 2 and "no" in done.stderr and "not ours" not in done.stderr, done.stderr
 
 
+def test_a_program_ends_with_its_code_after_what_libraries_left_to_the_end() -> None:
+    """Handlers and threads of libraries run, all output arrives, and Python takes nothing apart afterwards."""
+    lines = (
+        "import atexit, threading, time",
+        "from upcycle.cli import main",
+        "class Late:",
+        "    def __del__(self): print('taken apart')",
+        "def work(words=None):",
+        "    main.late = Late()",
+        "    atexit.register(print, 'handler')",
+        "    threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()",
+        "    print('x' * 100000)",
+        "    return 75",
+        "main.main = work",
+        "main.script()",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=ENVIRONMENT)
+    assert (done.returncode, done.stderr) == (75, "")
+    assert done.stdout.split() == ["x" * 100000, "thread", "handler"]
+
+
 # ---- programs with one line of code
 
 LINES = {
