@@ -11,7 +11,7 @@ from tests.parity import tiny
 from training.checkpoint import layout, storage
 from training.checkpoint.export import export
 from training.model.stock.model import model_of
-from upcycle.config.schema import UpcycleConfig
+from upcycle.config.schema import Router, RouterInit, UpcycleConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -42,9 +42,9 @@ def test_several_tensors_of_a_gpu_are_their_bytes_in_order(monkeypatch: pytest.M
 def test_a_model_on_a_gpu_is_exported_as_the_same_model_in_host_memory(kind: str, tmp_path: Path) -> None:
     """Weights are rounded on the device, and many small ones travel together."""
     source, made = tiny.make("llama", tmp_path / "dense"), {}
-    slices = {"target": "upcycled", "experts": 4, "granularity": 2, "top_k": 2, "method": "virtual_group"}
+    slices = {"target": "upcycled", "experts": 4, "granularity": 2, "top_k": 2, "method": {"name": "virtual_group"}}
     for device in ("cpu", "cuda"):
-        config = UpcycleConfig(source=str(source), router={"init": {"name": "normal"}}, **slices)
+        config = UpcycleConfig(source=str(source), router=Router(init=RouterInit("normal")), **slices)
         with layout.opened(source) if kind == "dense" else layout.online(config) as origin:
             model, draw = layout.load(model_of(origin.spec), origin), torch.Generator().manual_seed(0)
             with torch.no_grad():
