@@ -1,8 +1,9 @@
 """Make a part: train new copies of a model's FFNs on documents, and write them as a small folder.
 
 OUTPUT.work/documents.jsonl, general.jsonl   samples that the router's rows are measured on
-OUTPUT.work/data, general                    token shards to train on
-OUTPUT.work/held                             token shards of the sample of general text, to see that it stays
+OUTPUT.work/held.jsonl                       the last part of the second one, which training never reads
+OUTPUT.work/rest.jsonl                       other general text, as much as training reads
+OUTPUT.work/data, general, held              token shards of the documents, of the rest, and of what is held back
 OUTPUT.work/run                              the training run, which resumes
 OUTPUT/                                      the part
 """
@@ -42,8 +43,11 @@ from upcycle.text import tokens
 
 CHARACTERS = 10  # of a sample for each token that is measured; no tokenizer needs as many
 FILES = 200  # that a sample reads at once
+HELD = 4  # one of so many pieces of the general sample is held back: validation shall be of text that is not trained
 GENERAL = 0.2  # of the samples that training reads: tokens of general text that leave the anchor shall do no harm
-PIECE = 4000  # characters of a document that a sample takes, so that it has many documents
+PIECE = 4000  # characters of a document in a line of a sample, which takes two, so that it has many documents
+
+Place = tuple[Path, int]  # a document: its file and its number there; a .txt is a document for each PIECE of it
 
 
 @dataclass(frozen=True)
@@ -74,14 +78,17 @@ def add(asked: AddConfig, words: Sequence[str], train: Callable[[TrainConfig], o
     """Make the part `asked.output` and return it; `words` change the training config `part`. A stopped run resumes."""
     asked.check()
     output, work = Path(asked.output), Path(f"{asked.output}.work")
-    texts = {"documents": files(asked.documents), "general": files(asked.general)}
-    calibration = upcycle_config(configured(asked, words, work).model).calibration
+    documents, general = files(asked.documents), files(asked.general)
+    config = configured(asked, words, work)
+    calibration = upcycle_config(config.model).calibration
     disk.make_folder(work)
-    for name, paths in texts.items():
-        sample(paths, work / f"{name}.jsonl", calibration.tokens * CHARACTERS)
+    sample(documents, work / "documents.jsonl", calibration.tokens * CHARACTERS)
+    taken = sample(general, work / "general.jsonl", calibration.tokens * CHARACTERS)
+    reads = round(GENERAL * config.steps * config.batch * config.data.sequence) * CHARACTERS
+    hold_back(general, taken, work, reads)
     few = max(calibration.sequence, 1) * (enough(asked.model, work, calibration.tokens) // calibration.sequence)
     config = configured(asked, [*words, f"model.upcycle.calibration.tokens={few or calibration.tokens}"], work)
-    sources = {"data": texts["documents"], "general": texts["general"], "held": [work / "general.jsonl"]}
+    sources = {"data": documents, "general": [work / "rest.jsonl"], "held": [work / "held.jsonl"]}
     for name, places in sources.items():
         prepare(PrepareConfig(str(work / name), asked.model, tuple(map(str, places))), Worker.here())
     for what, value in foreseen(config):
@@ -116,22 +123,62 @@ def files(place: str) -> list[Path]:
     return found
 
 
-def sample(paths: Sequence[Path], target: Path, characters: int) -> None:
-    """Write pieces of documents, one of each file in turn, until there are so many characters or no more documents."""
-    left, lines = characters, list[str]()
-    readers = [pieces(path) for path in paths[:: -(-len(paths) // FILES)]]
-    while readers and left > 0:
-        found = [next(reader, "") for reader in readers]
-        readers = [reader for reader, piece in zip(readers, found, strict=True) if piece]
-        lines += [json.dumps({"text": piece}) + "\n" for piece in found if piece]
-        left -= sum(map(len, found))
+def sample(paths: Sequence[Path], target: Path, characters: int) -> list[Place]:
+    """Write the start of documents until there are so many characters or no more documents; return each line's
+    document."""
+    left, lines, places = characters, list[str](), list[Place]()
+    for place, text in in_turn(paths):
+        for start in range(0, min(len(text), 2 * PIECE), PIECE):
+            lines.append(line(text[start : start + PIECE]))
+            places.append(place)
+        left -= min(len(text), 2 * PIECE)
+        if left <= 0:
+            break
     disk.write_atomic(target, "".join(lines).encode())
+    return places
 
 
-def pieces(path: Path) -> Iterator[str]:
-    """Yield pieces of a file's documents: few of each, or all of a .txt, which is one document."""
-    for text in tokens.documents([path]):
-        yield from (text[at : at + PIECE] for at in range(0, len(text), PIECE)[: None if path.suffix == ".txt" else 2])
+def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, characters: int) -> None:
+    """Write the last lines of the sample of general text, and the text of other documents, up to so many characters.
+    `taken`: the document of each line of the sample."""
+    if len(taken) < HELD:
+        raise ValueError(
+            f"general has {len(taken)} pieces of text, and one of {HELD} is held back to see what training changes; "
+            f"give more documents (a .txt has a piece for every {PIECE} characters)"
+        )
+    first = len(taken) - len(taken) // HELD
+    held, rest, left = set(taken[first:]), list[str](), characters
+    lines = (work / "general.jsonl").read_text().splitlines(keepends=True)
+    disk.write_atomic(work / "held.jsonl", "".join(lines[first:]).encode())
+    for place, text in in_turn(paths):
+        if place not in held:
+            rest.append(line(text))
+            left -= len(text)
+        if left <= 0:
+            break
+    disk.write_atomic(work / "rest.jsonl", "".join(rest).encode())
+
+
+def line(text: str) -> str:
+    return json.dumps({"text": text}) + "\n"
+
+
+def in_turn(paths: Sequence[Path]) -> Iterator[tuple[Place, str]]:
+    """Yield documents, one of each file in turn."""
+    readers = [numbered(path) for path in paths[:: -(-len(paths) // FILES)]]
+    while readers:
+        found = [next(reader, None) for reader in readers]
+        readers = [reader for reader, each in zip(readers, found, strict=True) if each]
+        yield from (each for each in found if each)
+
+
+def numbered(path: Path) -> Iterator[tuple[Place, str]]:
+    """Yield a file's documents; those of a .txt, which is one, are its pieces."""
+    texts = tokens.documents([path])
+    if path.suffix == ".txt":
+        texts = (text[start : start + PIECE] for text in texts for start in range(0, len(text), PIECE))
+    for number, text in enumerate(texts):
+        yield (path, number), text
 
 
 def enough(model: str, work: Path, count: int) -> int:

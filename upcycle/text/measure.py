@@ -87,7 +87,7 @@ def measure_layer(plan: UpcyclePlan, view: observe.LayerView, domain: Tensor, ro
     if init.name == "hidden":
         rows = observe.domain_means(x_TD.cpu(), domain)
     if init.name == "parts":
-        general_TD, own_TD, first_FD = (x_TD.cpu()[domain == kind] for kind in (0, 1, FIRST))
+        general_TD, own_TD, first_FD = (x_TD[(domain == kind).to(x_TD.device)] for kind in (0, 1, FIRST))
         row_D, left = parts.row(general_TD, own_TD, first_FD, getattr(torch, moe.dtype))
         rows = torch.stack([torch.zeros_like(row_D), *[row_D] * (moe.copies - 1)])
         measured[f"{prefix}.left"] = torch.tensor(left, dtype=torch.float64)

@@ -36,12 +36,13 @@ def row(general_TD: Tensor, own_TD: Tensor, first_FD: Tensor, dtype: torch.dtype
         )
     seen, held = zip(*(halves(x_TD.double()) for x_TD in (general_TD, own_TD)), strict=True)
     means, first_FD = [x_TD.mean(0) for x_TD in seen], first_FD.double()
-    apart_TD = torch.cat([x_TD - mean_D for x_TD, mean_D in zip(seen, means, strict=True)])
+    share = len(seen[0]) / sum(map(len, seen))
+    squares = [square(x_TD) for x_TD in seen]
+    centred = [square_DD - torch.outer(mean_D, mean_D) for square_DD, mean_D in zip(squares, means, strict=True)]
+    whole_DD, whole_D, apart_DD = (own.lerp(general, share) for general, own in (squares, means, centred))
     # first tokens count as much as all others together
-    away_DD = ridged(square(apart_TD) + square(first_FD - means[0]))
-    away_D = torch.linalg.solve(away_DD, means[1] - means[0])
-    whole_TD = torch.cat(seen)
-    one_D = torch.linalg.solve(ridged(square(whole_TD) + square(first_FD)), whole_TD.mean(0) + first_FD.mean(0))
+    away_D = solved(apart_DD + square(first_FD - means[0]), means[1] - means[0])
+    one_D = solved(whole_DD + square(first_FD), whole_D + first_FD.mean(0))
     away_D = away_D * (SPREAD / (seen[0] @ away_D).std().clamp_min(1e-12))
     general_T, constant_T = held[0] @ away_D, (held[0] @ one_D).clamp_min(0.1)
     price = torch.quantile(general_T / constant_T, 1 - MARGIN)
@@ -65,7 +66,9 @@ def square(x_TD: Tensor) -> Tensor:
     return x_TD.T @ x_TD / len(x_TD)
 
 
-def ridged(square_DD: Tensor) -> Tensor:
-    """Return a matrix of second moments that can be inverted."""
-    size = len(square_DD)
-    return square_DD + RIDGE * square_DD.diagonal().mean() * torch.eye(size, dtype=square_DD.dtype)
+def solved(square_DD: Tensor, right_D: Tensor) -> Tensor:
+    """Divide by a matrix of second moments, with a ridge."""
+    square_DD.diagonal().add_(RIDGE * square_DD.diagonal().mean())
+    # one small system: a GPU would first load its library of solvers
+    found_D: Tensor = torch.linalg.solve(square_DD.cpu(), right_D.cpu()).to(right_D.device)
+    return found_D

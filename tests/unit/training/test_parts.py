@@ -20,6 +20,7 @@ from training.checkpoint import layout, standalone
 from training.data.shards import read_meta
 from training.model.moe import MoE
 from training.model.stock.model import model_of
+from training.parts import add
 from upcycle import api as upcycle_api
 from upcycle.arch import tokenizer
 from upcycle.cli.main import main
@@ -111,6 +112,38 @@ def test_a_fifth_of_the_training_is_general_text(place: Path) -> None:
     assert weights == {"law": pytest.approx(0.8), "not-law": pytest.approx(0.2)}
     words = {name: read_meta(place / "law.work" / name)["tokens"] for name in ("data", "general")}
     assert all(words.values())
+
+
+def test_the_general_text_of_the_validation_is_never_trained(place: Path) -> None:
+    general = [row["text"] for row in map(json.loads, (place / "general.jsonl").read_text().splitlines())]
+    sampled, held, rest = (
+        [row["text"] for row in map(json.loads, (place / "law.work" / f"{name}.jsonl").read_text().splitlines())]
+        for name in ("general", "held", "rest")
+    )
+    assert sampled == general, "the sample has room for all of this text"
+    assert held == sampled[-len(held) :] and len(held) == len(sampled) // 4
+    assert rest and set(rest) == set(general[: len(rest)]) - set(held), "no more than training reads"
+    config = json.loads((place / "law.work" / "run" / "run.json").read_text())["data"]
+    assert [source["path"] for source in config["valid"]] == [str(place / "law.work" / "held")]
+
+
+def test_long_documents_and_large_files_are_held_back_whole(tmp_path: Path) -> None:
+    """A .txt is a document for each of its pieces; of other documents a sample takes the start, and training all."""
+    long = [f"{number} " + "x" * 9000 for number in range(8)]
+    jsonl(tmp_path / "a.jsonl", long)
+    (tmp_path / "b.txt").write_text("".join(f"{number:04d}" * 1000 for number in range(8)))
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
+    taken = add.sample(paths, tmp_path / "general.jsonl", 50_000)
+    assert [number for path, number in taken if path.suffix == ".txt"] == [0, 1, 2, 3]
+    assert [number for path, number in taken if path.suffix == ".jsonl"] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    add.hold_back(paths, taken, tmp_path, 10**9)
+    held, rest = ((tmp_path / name).read_text() for name in ("held.jsonl", "rest.jsonl"))
+    assert held.count("\n") == 3 and '"4 xxx' in held and "0003" in held
+    assert '"4 xxx' not in rest and "0003" not in rest and "0002" in rest and long[3] in rest and long[7] in rest
+    add.hold_back(paths, taken, tmp_path, 20_000)
+    assert (tmp_path / "rest.jsonl").read_text().count("\n") == 3, "no more than training reads"
+    with pytest.raises(ValueError, match="general has 3 pieces of text, and one of 4 is held back"):
+        add.hold_back(paths, taken[:3], tmp_path, 10**9)
 
 
 def started(place: Path) -> Path:
