@@ -31,7 +31,7 @@ PATIENCE = timedelta(minutes=30)
 # gloo opens a socket to a peer at its first message: rings and trees need a few per rank, and rank 0's gathers of
 # checkpoints need one to every rank
 OTHER_FILES = 512
-COMPILERS = 10.0  # seconds that an ending process waits for torch's idle compile workers
+COMPILERS = 0.1  # seconds that an ending process waits for torch's idle compile workers, which take almost one to end
 DEATH = 1  # Linux's PR_SET_PDEATHSIG
 REMEMBERED = 2000  # collectives that torch's flight recorder keeps; watch.py writes them if a run hangs
 
