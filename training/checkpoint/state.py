@@ -81,7 +81,7 @@ class TrainState:
     light: bool = False  # it was loaded from a checkpoint without moments
 
     def tensors(self, rank: int, *, moments: bool = True) -> dict[str, Tensor]:
-        """Return everything, by name, or everything but the moments of parameters that are their own masters."""
+        """Return everything, by name; without `moments`, leave out those of parameters that are their own masters."""
         out = {f"model.{name}": tensor for name, tensor in weights(self.model).items()}
         put(out, "step", self.step)
         for name, group in self.groups().items():

@@ -44,8 +44,8 @@ SHOWN = 12  # differences shown in a sentence
 
 @dataclass(frozen=True)
 class ResumeConfig:
-    # keys that may differ from the checkpoint although something in it then means something else (model.source,
-    # data.train, optim.name ...); a refused resume names them and says what would happen
+    # keys that may differ although the checkpoint then means something else (model.source, data.train, optim.name ...);
+    # a refused resume names them and says what would happen
     allow: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

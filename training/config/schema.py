@@ -110,8 +110,7 @@ class CheckpointConfig:
     every: int = 500  # steps between checkpoints; 0: only at the end
     keep: int = 2  # newest checkpoints to keep
     keep_every: int = 0  # also keep checkpoints whose step is a multiple of this; 0: none
-    # what the checkpoint after the last step holds: all | weights, which is a third of it (with AdamW), and enough for
-    # everything but more steps: those start without moments
+    # content of the checkpoint after the last step: all | weights, a third of it; more steps then start without moments
     last: str = "all"
     asynchronous: bool = True  # write checkpoints while the run continues
     mirror: str = ""  # address (s3://bucket/run) of a copy of the checkpoints; a run on an empty disk resumes there

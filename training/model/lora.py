@@ -33,8 +33,8 @@ class LoraConfig:
 
     rank: int = 0  # rank of the adapters; only adapters are trained; 0: no adapters, and all parameters are trained
     alpha: float = 0.0  # the product of each pair of adapters is multiplied by alpha / rank; 0: twice the rank
-    # which modules get adapters, by words of their names as in optim.groups: attention, attention.[qv], experts,
-    # router, shared; ffn is a whole FFN: the matrices of a dense FFN, or experts, router and shared expert
+    # modules that get adapters, by words of names as in optim.groups: attention, attention.[qv], experts, router,
+    # shared; ffn: a dense FFN, or experts, router and shared expert
     match: tuple[str, ...] = ("attention", "ffn")
     export: str = ""  # a folder for the adapters alone at the end of the run, in PEFT's layout (`export` merges them)
 

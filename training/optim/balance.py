@@ -44,9 +44,8 @@ class BalanceConfig:
     capacity_factor: float = 0.0
     # which tokens a full expert keeps: probability (highest weight) | position (first come)
     drop_policy: str = "probability"
-    # pad the rows that are sent to other ranks to the capacity, so that all sizes are known and the host never waits:
-    # faster, and memory does not fragment, at a factor of about 1; buffers grow with the factor. DeepEP 2.x, and 1.x
-    # between nodes, ignore it
+    # pad the rows for other ranks to the capacity: sizes are known, the host never waits, memory does not fragment;
+    # faster at a factor of about 1, and buffers grow with it. DeepEP 2.x, and 1.x between nodes, ignore it
     pad_to_capacity: bool = False
 
     def __post_init__(self) -> None:

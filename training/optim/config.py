@@ -49,8 +49,8 @@ class OptimConfig:
     # groups of parameters by name (match, lr, decay); the last match decides, and the three keys above decide for
     # parameters in no group. lr 0 freezes
     groups: tuple[Any, ...] = ()
-    # share of the steps at the end whose weights are averaged; the run validates, saves and exports the mean and later
-    # steps start from it. 0: no average
+    # share of the last steps whose weights are averaged; the run validates, saves and exports the mean, and later steps
+    # start from it
     average: float = 0.0
     # for experts that are copies of a dense FFN's slices: share of each gradient that is the mean over its copies (1 is
     # dense training). null: 0.5 if the router chooses in each slice and

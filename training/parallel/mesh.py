@@ -48,8 +48,8 @@ class MeshConfig:
     # schedule of the pipeline: gpipe | 1f1b | interleaved | zero_bubble | zbv (pipeline.py)
     schedule: str = "1f1b"
     dispatcher: str = "alltoall"  # how tokens travel to experts: the name of a file of training/dispatch
-    # with dispatcher=nvlink, the rows that a rank's experts have memory for, as a multiple of balanced routing; the
-    # host never asks how many come, and more rows end the run
+    # with dispatcher=nvlink: room for the rows of a rank's experts, as a multiple of balanced routing; the host never
+    # asks how many come, and more end the run
     arrivals: float = 2.0
     # true: free gathered weights after each use and sum gradients after each micro-batch, which needs the least memory;
     # false: once a step, as stages of a pipeline always do

@@ -18,8 +18,8 @@ EXACT = False
 
 @dataclass(frozen=True)
 class Options:
-    # contiguous | random | activation: groups neurons that fire together on `calibration.texts`; the shared expert
-    # (if any) then gets the most active neurons instead of the first neurons
+    # contiguous | random | activation: groups neurons that fire together on `calibration.texts`; a shared
+    # expert then gets the most active neurons, else the first
     by: str = "contiguous"
 
     def check(self, sizes: Sizes) -> None:
