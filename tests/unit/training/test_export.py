@@ -25,6 +25,7 @@ from tests.unit.training.test_state import names, saved, small
 from tests.unit.training.test_train import place
 from training import export
 from training.__main__ import main
+from training.checkpoint import export as export_module
 from training.checkpoint import storage
 from training.checkpoint.state import Checkpoints
 from training.cli.export import main as export_main
@@ -80,6 +81,18 @@ def test_any_checkpoint_is_exported_and_so_is_a_finished_run(
         assert (tmp_path / name / "model.safetensors").read_bytes() == (
             tmp_path / "own" / "model.safetensors"
         ).read_bytes()
+
+
+def test_an_export_is_the_same_however_many_tensors_travel_together(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train(read_config("", words(place, tmp_path / "run", f"export={tmp_path / 'together'}", "steps=2")))
+    sizes = [path.stat().st_size for path in (tmp_path / "together").glob("*.safetensors")]
+    for stage in (1, 5000, 20_000):
+        assert stage < sizes[0]
+        monkeypatch.setattr(export_module, "STAGE", stage)
+        export(run, tmp_path / str(stage))
+        assert files(tmp_path / str(stage)) == files(tmp_path / "together")
 
 
 def test_the_last_checkpoint_may_hold_weights_alone(place: Path, tmp_path: Path) -> None:

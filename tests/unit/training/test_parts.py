@@ -406,6 +406,29 @@ def test_the_first_token_of_a_text_stays_even_if_it_looks_like_the_part() -> Non
     assert bool((first @ unaware > 0).all()), "a row that knows no first token keeps them too, so this shows nothing"
 
 
+def test_a_row_is_the_discriminant_of_all_tokens_of_both_texts() -> None:
+    """Texts of other lengths count by their tokens; written once more, with all tokens in one matrix."""
+    draw = torch.Generator().manual_seed(0)
+    common = 3 * torch.randn(16, generator=draw, dtype=torch.float64)
+    spread = torch.diag(torch.rand(16, generator=draw, dtype=torch.float64) + 0.1)
+    general, own = (torch.randn(n, 16, generator=draw, dtype=torch.float64) + common for n in (4096, 1024))
+    own = own @ spread + 0.5
+    first = 5 + torch.randn(64, 16, generator=draw, dtype=torch.float64)
+    row, _ = rows.row(general, own, first, torch.float64)
+
+    def solved(moments: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.solve(moments + rows.RIDGE * moments.diagonal().mean() * torch.eye(len(right)), right)
+
+    seen = [text[: -len(text) // rows.HELD] for text in (general, own)]
+    apart, whole = torch.cat([text - text.mean(0) for text in seen]), torch.cat(seen)
+    moved = first - seen[0].mean(0)
+    away = solved(apart.T @ apart / len(apart) + moved.T @ moved / len(moved), seen[1].mean(0) - seen[0].mean(0))
+    one = solved(whole.T @ whole / len(whole) + first.T @ first / len(first), whole.mean(0) + first.mean(0))
+    away /= (seen[0] @ away).std()
+    price = (away - row.double()) @ one / (one @ one)
+    torch.testing.assert_close(row.double(), away - price * one, rtol=1e-5, atol=1e-6)
+
+
 def test_no_first_token_of_the_general_text_that_was_measured_leaves(place: Path) -> None:
     with layout.opened(started(place)) as origin, torch.no_grad():
         model = layout.load(model_of(origin.spec, experts="reference", compute=torch.float32), origin)
