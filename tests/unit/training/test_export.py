@@ -26,11 +26,12 @@ from tests.unit.training.test_train import place
 from training import export
 from training.__main__ import main
 from training.checkpoint import export as export_module
-from training.checkpoint import storage
+from training.checkpoint import layout, storage
 from training.checkpoint.state import Checkpoints
 from training.cli.export import main as export_main
 from training.config.reading import read_config
 from training.config.schema import TrainConfig
+from training.model.stock.model import model_of
 from training.observe.metrics import read as read_metrics
 from training.run import step as step_module
 from training.run.loop import train
@@ -81,6 +82,16 @@ def test_any_checkpoint_is_exported_and_so_is_a_finished_run(
         assert (tmp_path / name / "model.safetensors").read_bytes() == (
             tmp_path / "own" / "model.safetensors"
         ).read_bytes()
+
+
+def test_a_weight_that_its_dtype_cannot_hold_is_not_exported(place: Path, tmp_path: Path) -> None:
+    with layout.opened(place / "dense") as origin:
+        model = layout.load(model_of(origin.spec), origin)
+        with torch.no_grad():
+            next(iter(model.layers["1"].parameters())).view(-1)[0] = 1e6
+        with pytest.raises(ValueError, match=r"is not finite in float16, so the model is not exported"):
+            export_module.export(model, origin, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_export_is_the_same_however_many_tensors_travel_together(

@@ -125,6 +125,8 @@ def test_the_general_text_of_the_validation_is_never_trained(place: Path) -> Non
     assert rest and set(rest) == set(general[: len(rest)]) - set(held), "no more than training reads"
     config = json.loads((place / "law.work" / "run" / "run.json").read_text())["data"]
     assert [source["path"] for source in config["valid"]] == [str(place / "law.work" / "held")]
+    counts = {name: read_meta(place / "law.work" / name)["documents"] for name in ("held", "general")}
+    assert counts == {"held": len(held), "general": len(rest)}
 
 
 def test_long_documents_and_large_files_are_held_back_whole(tmp_path: Path) -> None:

@@ -105,6 +105,18 @@ def loaded(folder: Path) -> TrainState:
     return state
 
 
+def test_a_last_checkpoint_without_moments_keeps_masters(tmp_path: Path) -> None:
+    """A weight that is stored in bfloat16 has its float32 master among the optimizer's values."""
+    state = small(4)
+    _, narrow = state.model.parameters()
+    state.optimizers[0].state[narrow]["master"] = torch.full(narrow.shape, 4.25)
+    for name, light in (("all", False), ("weights", True)):
+        with Checkpoints(tmp_path / name, light=light) as checkpoints:
+            checkpoints.save(4, state, last=True)
+    every, kept = (set(read_manifest(tmp_path / name / "step-00000004")["tensors"]) for name in ("all", "weights"))
+    assert every - kept == {"optimizer.state.w.exp_avg", "optimizer.state.w.step"} and kept < every
+
+
 # ---- every bit
 
 
