@@ -72,8 +72,9 @@ from training.checkpoint.storage import encode, sealed
 from training.config import reading as training
 from training.config.schema import ModelConfig
 from training.data import prepare as preparing
+from training.data.encoding import load_encoder
 from training.data.mixture import Mixture
-from training.data.prepare import PrepareConfig, load_encoder, prepare
+from training.data.prepare import PrepareConfig, prepare
 from training.data.shards import TokenShards, read_meta
 from training.observe import metrics
 from training.optim.config import OptimConfig

@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from evaluation.facts.world import MONTHS, Question, alternatives
-from training.data import prepare
+from training.data.sources.texts import find, texts
 
 FEW = 20  # documents; fewer are cut into parts
 PART = 4000  # characters of a part, and of a document whose loss is measured
@@ -41,14 +41,14 @@ WORD = re.compile(r"\w+")
 
 def sources(documents: str) -> dict[str, str]:
     """Return what identifies the content of each file, by path."""
-    return {source.place: source.mark for source in prepare.find([documents])}
+    return {source.place: source.mark for source in find([documents])}
 
 
 def read(documents: str, cut: bool) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each document, or of each part of one."""
-    for source in prepare.find([documents]):
+    for source in find([documents]):
         pieces, number = list[str](), 0
-        for piece, closes in prepare.texts(source, lambda size: None):
+        for piece, closes in texts(source, lambda size: None):
             pieces.append(piece)
             if closes:
                 text, pieces, number = "".join(pieces), [], number + 1
@@ -83,18 +83,18 @@ def content(
     number = min(max(1, round(SHARE * count)), asked)
     chosen = draw.sample(range(count), min(count, number + min(asked, count - number)))
     held, told = set(chosen[:number]), set(chosen[number:])
-    texts: dict[str, list[dict[str, str]]] = {"told": [], "untold": []}
+    sampled: dict[str, list[dict[str, str]]] = {"told": [], "untold": []}
     questions: dict[str, list[Question]] = {"told": [], "untold": []}
     for at, (name, text) in enumerate(read(documents, cut)):
         if at in held | told:
             group = "untold" if at in held else "told"
-            texts[group].append({"text": text[:PART], "entity": name})
+            sampled[group].append({"text": text[:PART], "entity": name})
             questions[group] += picked(Random(f"{seed} {name}"), list(spans(text, name, group, seen)))
     kept = questions["told"] + unseen(
         questions["untold"], (t for at, (_, t) in enumerate(read(documents, cut)) if at not in held)
     )
     train = ({"text": text} for at, (_, text) in enumerate(read(documents, cut)) if at not in held)
-    return train, texts["told"], texts["untold"], with_others(kept, seed)
+    return train, sampled["told"], sampled["untold"], with_others(kept, seed)
 
 
 def spans(text: str, name: str, group: str, seen: Mapping[str, int]) -> Iterator[Question]:

@@ -7,26 +7,24 @@ One process does a source, and its tokenizer's threads use all cores.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import io
 import json
 import shutil
 import time
-import warnings
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from tqdm import tqdm
 
-from training.data import arrow, chat, overlap, pages
+from training.data import chat, overlap
+from training.data.encoding import ChatEncoder, Encoder, Piece, load_encoder, nothing_yet, nowhere
 from training.data.shards import (
     CHAT,
     KIND,
@@ -35,7 +33,6 @@ from training.data.shards import (
     VERSION,
     ChatCounts,
     ChatRow,
-    Flags,
     Ids,
     Row,
     TokenShards,
@@ -43,7 +40,7 @@ from training.data.shards import (
     partial_of,
     read_meta,
 )
-from upcycle.cli.frame import install
+from training.data.sources.texts import HubRows, Place, Source, find, talks, texts
 from upcycle.config.values import LENGTH, TOKENS, at_least, check_values
 from upcycle.io import disk, publish, strict
 from upcycle.io.checkpoint import tokenizer_folder
@@ -59,15 +56,7 @@ from upcycle.io.job import (
     read_json,
     sweep_unfinished,
 )
-from upcycle.text import tokens as text
 
-TABLES = (".parquet", ".arrow")
-SUFFIXES = (*text.SUFFIXES, *TABLES)
-HUB = "hf:"
-SAMPLE = 1 << 20  # bytes at a file's begin and end that identify it
-BATCH = 1 << 21  # characters tokenised at once, about 100 MB in the tokenizer
-LONG = 1 << 22  # characters of a document that are tokenised at once
-TALKS = 512  # conversations tokenised at once
 KINDS = ("text", "chat")
 SHARD = r"tokens-\d{5,}-\d{5,}\.bin"  # names of the files that ranks write in parts
 FILES = SHARD_FILES[CHAT]  # files of a part; text has no scored file
@@ -98,441 +87,6 @@ class PrepareConfig:
                 raise ValueError(f"{name} is {strict.short(getattr(self, name))}; it must be one of {', '.join(known)}")
         more = ", a token and one to learn after it"
         check_values(self, "", {"shard_tokens": at_least(1, most=TOKENS), "sequence": at_least(2, more, most=LENGTH)})
-
-
-@dataclass(frozen=True)
-class Source:
-    place: str  # a path, or org/name
-    column: str
-    size: int  # bytes, 0 if unknown
-    mark: str  # identifies its content
-    hub: tuple[str, str, str] | None = None  # revision, config, split
-
-    @property
-    def name(self) -> str:
-        return Path(self.place).name
-
-
-class Place(TypedDict):
-    """A place in a dataset of the Hub."""
-
-    read: strict.Count  # documents before it
-    state: dict[str, Any]  # as `datasets` tells it
-    datasets: str  # the version of `datasets`, whose states may differ
-
-
-def nowhere() -> None:
-    """Return the place in a file: it is read from its begin."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The tokens of a document or of a part of one."""
-
-    ids: Ids
-    bytes: int
-    read: int  # documents of the source up to here, with empty ones
-    closes: bool
-    scored: Flags | None = None  # for conversations
-    counts: Mapping[str, int] | None = None  # counts of this conversation and of those left out before it
-    place: Place | None = None  # at or before the document
-
-    @property
-    def number(self) -> int:
-        """Return the number of the document in its source, from 1."""
-        return self.read if self.closes else self.read + 1
-
-
-@dataclass(frozen=True)
-class Encoder:
-    tokenizer: Any
-    vocab: int
-    eos: int
-    start: int
-    fingerprint: str
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
-
-    def pieces(
-        self,
-        texts: Iterable[tuple[str, bool]],
-        skip: int,
-        begin: int = 0,
-        place: Callable[[], Place | None] = nowhere,
-    ) -> Iterator[Piece]:
-        """Tokenise `texts` of (text, whether the document ends here), without the first `skip` documents.
-
-        `begin`: the documents before those of `texts`. `place` says where their source stands.
-        """
-        number = begin
-        batch: list[tuple[bytes, bool, int]] = []
-        size, tokens, here = 0, 0, place()
-        for piece, closes in texts:
-            number += closes
-            if number - closes < skip:
-                continue
-            # large crawls contain half surrogate pairs, which are not text
-            batch.append((piece.encode("utf-8", "replace"), closes, number))
-            size += len(piece)
-            if size >= BATCH:
-                for made in self.encode(batch, tokens, here):
-                    tokens = 0 if made.closes else tokens + len(made.ids)
-                    yield made
-                batch, size, here = [], 0, place()
-        yield from self.encode(batch, tokens, here)
-
-    def encode(self, batch: list[tuple[bytes, bool, int]], tokens: int, place: Place | None) -> Iterator[Piece]:
-        """Encode a batch. `tokens`: tokens of the open document so far. A document without tokens is left out."""
-        with text.explained(Path("tokenizer.json")):
-            found = self.tokenizer.encode_batch_fast([data.decode() for data, _, _ in batch], add_special_tokens=False)
-        for (data, closes, number), encoding in zip(batch, found, strict=True):
-            ids = encoding.ids
-            tokens += len(ids)
-            if closes and tokens:
-                ids.append(self.eos)
-            if ids:
-                yield Piece(np.array(ids, self.dtype), len(data), number, closes, place=place)
-            if closes:
-                tokens = 0
-
-
-@dataclass(frozen=True)
-class ChatEncoder:
-    """The encoder of conversations."""
-
-    of: Encoder
-    renderer: chat.Renderer
-
-    def pieces(
-        self, talks: Iterable[chat.Talk], skip: int, begin: int = 0, place: Callable[[], Place | None] = nowhere
-    ) -> Iterator[Piece]:
-        """Tokenise conversations without the first `skip`. The last piece only counts what was left out."""
-        batch: list[tuple[str, list[chat.Span]] | None] = []
-        size, number, counts, warned, here = 0, skip, nothing_yet(), False, place()
-        for talk in islice(talks, skip - begin, None):
-            try:
-                batch.append(self.renderer.spans(talk))
-            except chat.Refused as refused:
-                if not warned:  # warn once, not for every conversation
-                    warnings.warn(f"{talk.where} is left out: the chat template refuses it, {refused}", stacklevel=2)
-                warned = True
-                batch.append(None)
-            size += len(batch[-1][0]) if batch[-1] else 0
-            if size >= BATCH or len(batch) >= TALKS:
-                counts = yield from self.encode(batch, number, counts, here)
-                number, size, batch, here = number + len(batch), 0, [], place()
-        counts = yield from self.encode(batch, number, counts, here)
-        yield Piece(np.empty(0, self.of.dtype), 0, number + len(batch), False, counts=counts)
-
-    def encode(
-        self,
-        batch: list[tuple[str, list[chat.Span]] | None],
-        number: int,
-        counts: dict[str, int],
-        place: Place | None,
-    ) -> Generator[Piece, None, dict[str, int]]:
-        found = iter(self.renderer.tokens([each for each in batch if each]))
-        for read, each in enumerate(batch, number + 1):
-            made = next(found) if each else None
-            if each is None or made is None:
-                counts["silent" if each else "refused"] += 1
-                continue
-            if int(made.ids.max()) >= self.of.vocab:
-                raise ValueError(
-                    f"transformers' tokenizer of {self.renderer.folder} gives id {int(made.ids.max())}, and its "
-                    f"tokenizer.json has {self.of.vocab} ids; add the missing ones to tokenizer.json"
-                )
-            counts["scored"] += int(made.scored.sum())
-            counts["truncated"] += made.cut
-            yield Piece(made.ids.astype(self.of.dtype), made.bytes, read, True, made.scored, counts, place)
-            counts = nothing_yet()
-        return counts
-
-
-def nothing_yet() -> dict[str, int]:
-    return dict.fromkeys(ChatCounts.__annotations__, 0)
-
-
-def load_encoder(folder: Path, eos: str) -> Encoder:
-    tokenizer = text.load_tokenizer(folder)
-    known = tokenizer.get_vocab(with_added_tokens=True)
-    if not known:
-        raise ValueError(f"the tokenizer of {folder} has no tokens; give the model's own")
-    if not eos:
-        settings = read_json(folder / "tokenizer_config.json")
-        token = settings.get("eos_token") if isinstance(settings, dict) else None
-        named = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(named, str) or not named:
-            raise ValueError(f"{folder}/tokenizer_config.json names no eos_token; write eos=TOKEN")
-        eos = named
-    if eos not in known:
-        raise ValueError(
-            f"the tokenizer of {folder} has no token {strict.short(eos)}; write eos=TOKEN with one that it has"
-        )
-    with text.explained(folder / "tokenizer.json"):
-        before = [id for id in tokenizer.encode("").ids if id != known[eos]]
-    if len(before) > 1:
-        raise ValueError(f"the tokenizer of {folder} puts {len(before)} tokens before a text; at most one is supported")
-    tokenizer.encode_special_tokens = True  # "<eos>" in a text is not the end of it
-    first, size = (before or [known[eos]])[0], max(known.values()) + 1
-    return Encoder(tokenizer, size, known[eos], first, text.fingerprint(tokenizer))
-
-
-# ---- sources
-
-
-def find(sources: Sequence[str], column: str = "text") -> list[Source]:
-    """List the sources in the given order, those of a folder by name. `column`: the default column."""
-    found = [
-        source for word in sources for source in ([hub(word, column)] if word.startswith(HUB) else files(word, column))
-    ]
-    if not found:
-        raise ValueError("there are no sources; write sources=[FILE,...]")
-    return found
-
-
-def files(word: str, default: str = "text") -> Iterator[Source]:
-    path, _, column = word.rpartition("#") if "#" in word and not Path(word).exists() else (word, "", "")
-    if Path(path).is_dir():
-        names = in_folder(Path(path))
-    else:
-        names = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
-    if not names:
-        plain = word.strip("[]() ")  # a list that was quoted twice, or that another language writes so
-        hint = f"; write several in brackets: sources=[{plain}]" if "," in word else ""
-        hint = hint or (f"; write sources=[{plain}], without more quotes or other brackets" if plain != word else "")
-        raise ValueError(
-            f"source {word!r} is not a file, a folder or a pattern that matches a name ending in {', '.join(SUFFIXES)}"
-            f"{hint}"
-        )
-    for name in names:
-        if not name.endswith(SUFFIXES):
-            raise ValueError(f"source {name} cannot be read; convert it to one of {', '.join(SUFFIXES)}")
-        with strict.open_regular(Path(name)) as file:
-            size = file.seek(0, io.SEEK_END)
-            digest = hashlib.sha256(str(size).encode())
-            for at in (0, max(0, size - SAMPLE)):
-                file.seek(at)
-                digest.update(file.read(SAMPLE))
-        yield Source(name, column or default, size, digest.hexdigest())
-
-
-def in_folder(folder: Path) -> list[str]:
-    """List the files of a folder that can be read, without those that `datasets` caches in it."""
-    splits = read_json(folder / "dataset_dict.json")  # as DatasetDict.save_to_disk writes it
-    if isinstance(splits, dict) and isinstance(splits.get("splits"), list):
-        names = ", ".join(f"{folder}/{name}" for name in splits["splits"])
-        raise ValueError(f"{folder} holds the splits of a dataset; name those to read: sources=[{names}]")
-    return sorted(
-        str(path)
-        for path in folder.rglob("*")
-        if path.name.endswith(SUFFIXES) and not (path.name.startswith("cache-") and path.suffix == ".arrow")
-    )
-
-
-def hub(word: str, default: str = "text") -> Source:
-    place, _, column = word.removeprefix(HUB).partition("#")
-    place, config, split, *more = [*place.split(":"), "", ""]
-    place, _, revision = place.partition("@")
-    if not place or more != ["", ""][: len(more)]:
-        raise ValueError(f"source {word!r} is not like hf:org/name[@revision][:config][:split][#column]")
-    if not Path(place).is_dir():  # a branch may move between two starts
-        try:
-            from huggingface_hub import HfApi
-
-            revision = str(HfApi().dataset_info(place, revision=revision or None).sha)
-        except Exception as error:  # network, Hub and name errors have no common class
-            raise ValueError(f"dataset {place} cannot be found on the Hub: {' '.join(str(error).split())}") from None
-    return Source(place, column or default, 0, revision, (revision, config, split or "train"))
-
-
-def texts(source: Source, watch: Callable[[int], object], rows: HubRows | None = None) -> Iterator[tuple[str, bool]]:
-    """Yield (text, whether the document ends with it). `rows`: the rest of a dataset of the Hub."""
-    if source.hub is not None:
-        each = rows or HubRows(source)
-        yield from ((found, True) for found in strings(source, (row.get(source.column) for row in each)))
-    elif source.place.endswith(TABLES):
-        for found in table_texts(source, watch):
-            yield from pieces_of(found)
-    elif source.place.endswith(".txt"):
-        yield from whole(text.documents([source.place], watch=watch))
-    else:
-        for found in text.documents([source.place], source.column, watch):
-            yield from pieces_of(found)
-
-
-def talks(source: Source, watch: Callable[[int], object], rows: HubRows | None = None) -> Iterator[chat.Talk]:
-    """Yield the conversations of a source. `rows`: the rest of a dataset of the Hub."""
-    found: Iterator[tuple[str, Any]]
-    if source.hub is not None:
-        rest = rows or HubRows(source)
-        found = ((f"row {number} of {HUB}{source.place}", row) for number, row in enumerate(rest, rest.read + 1))
-    elif source.place.endswith(TABLES):
-        columns = [source.column, "tools"] if source.column else chat.COLUMNS
-        each = table_rows(source, watch, columns)
-        found = ((f"row {number} of {source.place}", row) for number, row in enumerate(each, 1))
-    elif source.place.endswith(".txt"):
-        raise ValueError(
-            f"{source.place} is plain text; conversations are read from .jsonl, {', '.join(TABLES)} or {HUB}..."
-        )
-    else:
-        found = text.objects(Path(source.place), watch)
-    for where, row in found:
-        yield chat.talk(row, source.column, where)
-
-
-def pieces_of(document: str) -> Iterator[tuple[str, bool]]:
-    """Yield a document whole, or in pieces if it is longer than LONG; a tokenizer takes 50 bytes a character."""
-    if len(document) <= LONG:
-        yield document, True
-    else:
-        yield from whole(document[at : at + text.PIECE] for at in range(0, len(document), text.PIECE))
-
-
-def whole(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield a long text in pieces, cut where tokenizers also cut: after a line, or before a word."""
-    rest = ""
-    for piece in pieces:
-        if rest:
-            cut = rest.rfind("\n") + 1 or max(0, rest.rfind(" ")) or len(rest)
-            yield rest[:cut], False
-            rest = rest[cut:]
-        rest += piece
-    if rest:
-        yield rest, True
-
-
-def table_texts(source: Source, watch: Callable[[int], object]) -> Iterator[str]:
-    yield from strings(source, (row[source.column] for row in table_rows(source, watch, [source.column])))
-
-
-def table_rows(source: Source, watch: Callable[[int], object], columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    """Yield each row with the columns that exist. A column that the user named must exist."""
-    kind = Path(source.place).suffix[1:]
-    try:
-        pyarrow = import_module("pyarrow")
-    except ImportError:
-        raise ValueError(f"{source.place} is {kind}, which needs pyarrow; {install('pyarrow')}") from None
-
-    def choose(names: Sequence[str]) -> list[str]:
-        if source.column and source.column not in names:
-            raise ValueError(
-                f"{source.place} has no column {source.column!r}, only {', '.join(names)}; write FILE#COLUMN"
-            )
-        return [name for name in columns if name in names]
-
-    batches = arrow.batches(source.place, choose, watch) if kind == "arrow" else parquet_batches(source, choose, watch)
-    try:
-        for batch in batches:
-            yield from (row.as_py() for row in batch.to_struct_array())
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source.place} cannot be read: {' '.join(str(error).split())}") from None
-
-
-def parquet_batches(
-    source: Source, choose: Callable[[Sequence[str]], list[str]], watch: Callable[[int], object]
-) -> Iterator[Any]:
-    """Yield the record batches of a file with the columns that `choose` returns for the names of all columns."""
-    with import_module("pyarrow.parquet").ParquetFile(source.place) as file:
-        rows, columns, unpacked = max(1, file.metadata.num_rows), choose(file.schema_arrow.names), 0
-        for batch in file.iter_batches(rows_at_once(source, file, columns), columns=columns):
-            unpacked += batch.nbytes
-            text.check_unpacked(source.place, source.size, unpacked)
-            yield batch
-            watch(source.size * len(batch) // rows)
-
-
-def rows_at_once(source: Source, file: Any, columns: Sequence[str]) -> int:
-    """Return how many rows of a parquet file take at most text.UNPACKED bytes, by the sizes of its pages: a text that
-    is stored once may be in every row. Raise a ValueError for a decompression bomb."""
-    most = 1
-    with strict.open_regular(Path(source.place)) as raw:
-        for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
-            for chunk in map(group.column, range(group.num_columns)):  # each key of a list of objects is a column
-                if chunk.path_in_schema.partition(".")[0] not in columns:
-                    continue
-                try:
-                    found = pages.sizes(raw, chunk)
-                except ValueError as error:
-                    raise ValueError(f"{source.place} cannot be read: {error}") from None
-                if found.unpacked > text.UNPACKED and found.unpacked > text.RATIO * max(1, found.packed):
-                    raise ValueError(
-                        f"{source.place} packs {found.unpacked} bytes into {found.packed}, which no text does; look at "
-                        "it, or leave it out"
-                    )
-                most = max(most, found.unpacked)
-    return max(1, min(1024, text.UNPACKED // most))
-
-
-class HubRows:
-    """Iterate over the rows of a dataset of the Hub, from a state of an earlier iteration."""
-
-    def __init__(self, source: Source, state: Mapping[str, Any] | None = None, read: int = 0) -> None:
-        self.source, self.read, self.loaded = source, read, state
-        with hub_errors(source):
-            self.rows = hub_rows(source)
-            if state:
-                self.rows.load_state_dict(state)
-
-    def __iter__(self) -> Iterator[Any]:
-        with hub_errors(self.source):
-            for row in self.rows:
-                self.loaded = None
-                self.read += 1
-                yield row
-
-    def state(self) -> Any:
-        """Return the state after the last row; before the first one, `datasets` forgets which state it has loaded."""
-        return self.loaded or self.rows.state_dict()
-
-    def set_epoch(self, epoch: int) -> None:
-        self.rows.set_epoch(epoch)
-
-    @staticmethod
-    def after(source: Source, place: Place | None) -> HubRows:
-        """Return the rows after a place, or all rows if another version of `datasets` has told it."""
-        known = place if place and place["datasets"] == import_module("datasets").__version__ else None
-        return HubRows(source, known["state"], known["read"]) if known else HubRows(source)
-
-    def place(self) -> Place:
-        return {"read": self.read, "state": self.state(), "datasets": import_module("datasets").__version__}
-
-
-def hub_rows(source: Source) -> Any:
-    """Return the rows as `datasets` streams them."""
-    try:
-        datasets = import_module("datasets")
-    except ImportError:
-        raise ValueError(f"{HUB}{source.place} needs the package datasets; {install('datasets')}") from None
-    assert source.hub is not None
-    revision, config, split = source.hub
-    return datasets.load_dataset(source.place, config or None, split=split, revision=revision or None, streaming=True)
-
-
-@contextmanager
-def hub_errors(source: Source) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, GeneratorExit):
-        raise
-    except Exception as error:  # network, Hub and format errors have no common class
-        raise ValueError(f"{HUB}{source.place} cannot be read: {' '.join(str(error).split())}") from None
-
-
-def strings(source: Source, values: Iterable[Any]) -> Iterator[str]:
-    for value in values:
-        if not isinstance(value, str):
-            raise ValueError(f"{source.place} has {type(value).__name__}, not text, in column {source.column!r}")
-        if len(value) > strict.MAX_LINE:
-            raise ValueError(
-                f"{source.place} has a text of {len(value)} characters; at most {strict.MAX_LINE} are allowed"
-            )
-        yield value
-
-
-# ---- shards
 
 
 def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool = False) -> Path:

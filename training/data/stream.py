@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from training.data.batch import Batch, Longs, Row, Span, lay, stack
+from training.data.encoding import load_encoder
 from training.data.mixture import DataConfig
-from training.data.prepare import HUB, HubRows, hub, load_encoder, strings
+from training.data.sources.texts import HUB, HubRows, hub, strings
 from upcycle.io.checkpoint import tokenizer_folder
 
 PLACES = 64  # remembered positions, more than a loader prefetches

@@ -457,6 +457,7 @@ def test_killed_between_parts_it_ends_with_the_same_bytes(plain: Path, tmp_path:
     folder = with_template(plain, tmp_path / "tokenizer", template("llama3"))
     source = rows(tmp_path / "a.jsonl", [{"messages": talk} for talk in [[ASK], *conversations(60), [ASK]]])
     whole = run(tmp_path / "whole", folder, source, shard_tokens=700).folder
+    from training.data import encoding
     from training.data import prepare as module
 
     real, count = module.write_part, [0]
@@ -470,7 +471,7 @@ def test_killed_between_parts_it_ends_with_the_same_bytes(plain: Path, tmp_path:
     for _ in range(30):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "write_part", dies)
-            patch.setattr(module, "TALKS", 7)  # that are tokenised together, which changes nothing
+            patch.setattr(encoding, "TALKS", 7)  # that are tokenised together, which changes nothing
             try:
                 parts = run(tmp_path / "parts", folder, source, shard_tokens=700).folder
                 break

@@ -51,6 +51,7 @@ from training.data.mixture import (
 from training.data.open import open_training, open_validation
 from training.data.prepare import PrepareConfig, prepare
 from training.data.shards import Shard, TokenShards
+from training.data.sources import texts as sources
 from upcycle.config.reading import read
 from upcycle.io import job, publish
 from upcycle.io.job import Worker
@@ -192,7 +193,7 @@ def test_a_long_txt_is_one_document(tokenizer: Path, tmp_path: Path, monkeypatch
     (tmp_path / "a.txt").write_text(content)
     whole = run(tmp_path / "whole", tokenizer, tmp_path / "a.txt")
     monkeypatch.setattr(text, "PIECE", 64)
-    monkeypatch.setattr("training.data.prepare.BATCH", 100)
+    monkeypatch.setattr("training.data.encoding.BATCH", 100)
     shards = run(tmp_path / "out", tokenizer, tmp_path / "a.txt", shard_tokens=10)
     assert shards.documents == 1 and decoded(shards, tokenizer) == [content]
     assert shards.bytes == whole.bytes == len(content.encode())
@@ -203,9 +204,9 @@ def test_a_long_document_of_a_line_is_one_document(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = texts(6, 4)
-    monkeypatch.setattr("training.data.prepare.LONG", 100)
+    monkeypatch.setattr("training.data.sources.texts.LONG", 100)
     monkeypatch.setattr(text, "PIECE", 64)
-    monkeypatch.setattr("training.data.prepare.BATCH", 100)
+    monkeypatch.setattr("training.data.encoding.BATCH", 100)
     assert max(map(len, documents)) > 150
     shards = run(tmp_path / "out", tokenizer, jsonl(tmp_path / "a.jsonl", documents))
     assert decoded(shards, tokenizer) == documents
@@ -227,9 +228,9 @@ def test_parquet_that_unpacks_without_end(tokenizer: Path, tmp_path: Path, monke
         run(tmp_path / "out", tokenizer, tmp_path / "a.parquet")
     long = SENTENCE * 600  # once in the file, and as large as what is unpacked at once: so the rows come one by one
     parquet.write_table(pyarrow.table({"text": [long] * 3}), tmp_path / "b.parquet", compression="none")
-    source = prepare_module.find([str(tmp_path / "b.parquet")])[0]
+    source = sources.find([str(tmp_path / "b.parquet")])[0]
     with parquet.ParquetFile(tmp_path / "b.parquet") as file:
-        assert prepare_module.rows_at_once(source, file, ["text"]) == 1
+        assert sources.rows_at_once(source, file, ["text"]) == 1
     monkeypatch.setattr("upcycle.text.tokens.UNPACKED", 1 << 28)
     assert decoded(run(tmp_path / "three", tokenizer, tmp_path / "b.parquet"), tokenizer) == [long] * 3
 
@@ -251,10 +252,10 @@ def test_a_parquet_whose_footer_lies_about_its_size(
     raw = path.read_bytes()
     assert raw.count(varint(said)) == 2  # of the column and of its row group
     path.write_bytes(raw.replace(varint(said), b"\x82\x80\0"))  # 1 byte
-    source = prepare_module.find([str(path)])[0]
+    source = sources.find([str(path)])[0]
     with parquet.ParquetFile(path) as file:
         assert file.metadata.row_group(0).column(0).total_uncompressed_size == 1
-        assert prepare_module.rows_at_once(source, file, ["text"]) == 1
+        assert sources.rows_at_once(source, file, ["text"]) == 1
     if rows > 2:
         with pytest.raises(ValueError, match=r"a\.parquet has \d+ bytes and unpacks into more than \d+, which no text"):
             run(tmp_path / "out", tokenizer, path)
@@ -282,7 +283,7 @@ def test_damaged_parquet_is_read_or_a_sentence(tmp_path: Path) -> None:
             raw[chance.randrange(len(raw))] = chance.randrange(256)
         path.write_bytes(raw)
         try:
-            list(prepare_module.table_texts(prepare_module.find([str(path)])[0], lambda size: None))
+            list(sources.table_texts(sources.find([str(path)])[0], lambda size: None))
         except ValueError as error:
             assert "a.parquet" in str(error) and "\n" not in str(error)
 

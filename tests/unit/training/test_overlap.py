@@ -12,10 +12,10 @@ import pytest
 from tests.unit.training.test_data import digests, jsonl, make_tokenizer, run, texts, tokenizer
 from training.cli.prepare import main
 from training.data import overlap
-from training.data import prepare as prepare_module
 from training.data.overlap import GRAM, MOST
 from training.data.prepare import PrepareConfig, prepare
 from training.data.shards import Shard, TokenShards, read_meta
+from training.data.sources import texts as sources
 from upcycle.io.job import Worker
 
 __all__ = ["tokenizer"]  # a fixture
@@ -70,8 +70,8 @@ def test_seen_tokens_are_those_that_sets_of_tuples_find(piece: int, monkeypatch:
 def test_a_held_out_folder_is_that_of_the_unseen_documents(
     long: int, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "LONG", long)
-    monkeypatch.setattr(prepare_module.text, "PIECE", 60)
+    monkeypatch.setattr(sources, "LONG", long)
+    monkeypatch.setattr(sources.text, "PIECE", 60)
     shown, new = texts(30, 1), texts(40, 2)
     run(tmp_path / "train", tokenizer, jsonl(tmp_path / "train.jsonl", shown))
     wordy = [text for text in shown if len(text) > 100]

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from tests.unit.training.test_data import decoded, digests, jsonl, make_tokenizer, run, texts
-from training.data import prepare as preparing
+from training.data import encoding
 from training.data.mixture import DataConfig
 from training.data.open import open_training
 from training.data.prepare import JOB
+from training.data.sources import texts as sources
 
 datasets = pytest.importorskip("datasets")
 pyarrow = pytest.importorskip("pyarrow")
@@ -74,7 +75,7 @@ def test_damaged_arrow_is_read_or_a_sentence(tmp_path: Path) -> None:
             raw[chance.randrange(len(raw))] = chance.randrange(256)
         path.write_bytes(raw)
         try:
-            list(preparing.table_texts(preparing.find([str(path)])[0], lambda size: None))
+            list(sources.table_texts(sources.find([str(path)])[0], lambda size: None))
         except ValueError as error:
             refused += 1
             assert "a.arrow" in str(error) and "\n" not in str(error)
@@ -121,15 +122,15 @@ def test_a_stopped_stream_continues_at_its_place(
             (place / f"train-{part}.jsonl").write_text("\n".join(talks))
         else:
             jsonl(place / f"train-{part}.jsonl", rows)
-    monkeypatch.setattr(preparing, "BATCH", 600)
-    monkeypatch.setattr(preparing, "TALKS", 4)
-    load, opened = preparing.hub_rows, list[Counted]()
+    monkeypatch.setattr(encoding, "BATCH", 600)
+    monkeypatch.setattr(encoding, "TALKS", 4)
+    load, opened = sources.hub_rows, list[Counted]()
 
     def hub_rows(source: Any) -> Counted:
         opened.append(Counted(load(source), stop))
         return opened[-1]
 
-    monkeypatch.setattr(preparing, "hub_rows", hub_rows)
+    monkeypatch.setattr(sources, "hub_rows", hub_rows)
     stop, words = -1, {"shard_tokens": 400, "kind": kind}
     whole = digests(run(tmp_path / "whole", tokenizer, f"hf:{place}", **words).folder)  # type: ignore[arg-type]
     total = opened.pop().given
