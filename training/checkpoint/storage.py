@@ -217,7 +217,7 @@ def write_shard(path: Path, own: Sequence[Piece], staged: Mapping[str, Tensor]) 
 
 
 class Host:
-    """Bring tensors of a device to host memory a part at a time, while the GPU computes.
+    """Bring tensors of a GPU to host memory a part at a time, while the GPU computes.
 
     `Tensor.cpu()` would use fresh memory for each tensor, at a tenth of the speed, and kernels would queue behind it.
     The tensors must be complete before, and must not change."""
@@ -228,7 +228,7 @@ class Host:
     def parts(self, *tensors: Tensor) -> Iterator[Tensor]:
         """Yield the tensors' bytes in order; each part is valid until the next one."""
         if not tensors[0].is_cuda:
-            yield from tensors
+            yield from (tensor.cpu() for tensor in tensors)
             return
         if self.stream is None:
             self.stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -127,7 +127,7 @@ def sample(paths: Sequence[Path], target: Path, characters: int) -> list[Place]:
     """Write the start of documents until there are so many characters or no more documents; return each line's
     document."""
     left, lines, places = characters, list[str](), list[Place]()
-    for place, text in in_turn(paths):
+    for place, text in in_turn(groups(paths)[0]):
         for start in range(0, min(len(text), 2 * PIECE), PIECE):
             lines.append(line(text[start : start + PIECE]))
             places.append(place)
@@ -147,25 +147,35 @@ def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, charact
             f"give more documents (a .txt has a piece for every {PIECE} characters)"
         )
     first = len(taken) - len(taken) // HELD
-    held, rest, left = set(taken[first:]), list[str](), characters
     lines = (work / "general.jsonl").read_text().splitlines(keepends=True)
     disk.write_atomic(work / "held.jsonl", "".join(lines[first:]).encode())
-    for place, text in in_turn(paths):
-        if place not in held:
-            rest.append(line(text))
-            left -= len(text)
-        if left <= 0:
-            break
-    disk.write_atomic(work / "rest.jsonl", "".join(rest).encode())
+    held = set(taken[first:])
+
+    def rest() -> Iterator[bytes]:
+        left = characters
+        for place, text in chain.from_iterable(map(in_turn, groups(paths))):
+            if left <= 0:
+                return
+            if place not in held:
+                left -= len(text)
+                yield line(text).encode()
+
+    disk.write_blocks(work / "rest.jsonl", rest())
 
 
 def line(text: str) -> str:
     return json.dumps({"text": text}) + "\n"
 
 
+def groups(paths: Sequence[Path]) -> list[Sequence[Path]]:
+    """Return the files in groups that can be read at once; each has files from all over the list."""
+    count = -(-len(paths) // FILES)
+    return [paths[first::count] for first in range(count)]
+
+
 def in_turn(paths: Sequence[Path]) -> Iterator[tuple[Place, str]]:
     """Yield documents, one of each file in turn."""
-    readers = [numbered(path) for path in paths[:: -(-len(paths) // FILES)]]
+    readers = [numbered(path) for path in paths]
     while readers:
         found = [next(reader, None) for reader in readers]
         readers = [reader for reader, each in zip(readers, found, strict=True) if each]

@@ -129,6 +129,23 @@ def test_the_general_text_of_the_validation_is_never_trained(place: Path) -> Non
     assert counts == {"held": len(held), "general": len(rest)}
 
 
+def test_training_reads_general_text_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many files a sample opens some, and training reads them all, a few at once."""
+    monkeypatch.setattr(add, "FILES", 3)
+    paths = [tmp_path / f"{number}.jsonl" for number in range(8)]
+    for number, path in enumerate(paths):
+        jsonl(path, [f"{number} {at}" for at in range(3)])
+    taken = add.sample(paths, tmp_path / "general.jsonl", 10**6)
+    assert {path.stem for path, _ in taken} == {"0", "3", "6"} and len(taken) == 9
+    add.hold_back(paths, taken, tmp_path, 10**6)
+    held, rest = (
+        [json.loads(each)["text"] for each in (tmp_path / name).read_text().splitlines()]
+        for name in ("held.jsonl", "rest.jsonl")
+    )
+    assert held == ["3 2", "6 2"] and rest[:4] == ["0 0", "3 0", "6 0", "0 1"]
+    assert sorted(held + rest) == sorted(f"{number} {at}" for number in range(8) for at in range(3))
+
+
 def test_long_documents_and_large_files_are_held_back_whole(tmp_path: Path) -> None:
     """A .txt is a document for each of its pieces; of other documents a sample takes the start, and training all."""
     long = [f"{number} " + "x" * 9000 for number in range(8)]
