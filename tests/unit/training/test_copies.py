@@ -199,10 +199,10 @@ def with_old_ends(patch: pytest.MonkeyPatch) -> None:
 
     real = TrainState.tensors
 
-    def tensors(self: TrainState, rank: int) -> dict[str, Tensor]:
+    def tensors(self: TrainState, rank: int, **options: bool) -> dict[str, Tensor]:
         for group in self.groups().values():
             group.pop("shrink", None)
-        found = real(self, rank)
+        found = real(self, rank, **options)
         for group in self.groups().values():
             group["shrink"] = 0.0
         return found
