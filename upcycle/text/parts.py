@@ -68,7 +68,7 @@ def square(x_TD: Tensor) -> Tensor:
 
 def solved(square_DD: Tensor, right_D: Tensor) -> Tensor:
     """Divide by a matrix of second moments, with a ridge."""
-    square_DD.diagonal().add_(RIDGE * square_DD.diagonal().mean())
+    ridge_DD = torch.diag(RIDGE * square_DD.diagonal().mean().expand(len(square_DD)))
     # one small system: a GPU would first load its library of solvers
-    found_D: Tensor = torch.linalg.solve(square_DD.cpu(), right_D.cpu()).to(right_D.device)
+    found_D: Tensor = torch.linalg.solve((square_DD + ridge_DD).cpu(), right_D.cpu()).to(right_D.device)
     return found_D
