@@ -76,6 +76,7 @@ def test_quack_is_as_close_to_float64_as_the_loop(tail: int) -> None:
     ("tokens", "hidden", "width", "experts", "k"),
     [
         (8192, 576, 384, 32, 4),
+        (8192, 576, 768, 32, 2),
         (8192, 576, 1536, 8, 2),
         (1024, 2048, 768, 128, 8),
         (100, 1024, 64, 4, 1),

@@ -18,9 +18,9 @@ from training.experts import ExpertWeights, TokenFunction
 from training.experts.common import recomputed
 from training.kernels import permute, router
 
-# limits near the measured cases, 65,536 tokens of 576: 32 and 64 experts of 384 neurons, and 8 of 1,536
+# limits near the measured cases, 65,536 tokens of 576: 32 and 64 experts of 384 neurons, 32 of 768, and 8 of 1,536
 HIDDEN, TOKENS = 1024, 8192
-WIDTHS = {512: 64, 1536: 8}  # neurons at most: experts at most
+WIDTHS = {512: 64, 768: 32, 1536: 8}  # neurons at most: experts at most
 
 
 def near(tokens: int, experts: int, hidden: int, width: int) -> bool:

@@ -82,6 +82,8 @@ class Router(nn.Module):
             weight_TK = scores_TN.gather(1, expert_TK)
             if self.spec.normalize:
                 weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)  # sigmoids can all be zero
+        if self.spec.top_k == 1 and self.spec.weights_sum_to_one and not self.weight.requires_grad:
+            weight_TK = weight_TK.detach()  # it is always 1: its gradient would be zero, and take time
         return Routing(weight_TK * self.spec.output_scale, expert_TK, logits_TN, scores_TN)
 
 

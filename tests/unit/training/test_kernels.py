@@ -316,9 +316,15 @@ def countable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_which_experts_are_narrow() -> None:
     from training.experts._narrow import near
 
-    measured = (65536, 32, 576, 384), (65536, 64, 576, 384), (65536, 8, 576, 1536)
+    measured = (65536, 32, 576, 384), (65536, 64, 576, 384), (65536, 32, 576, 768), (65536, 8, 576, 1536)
     assert all(near(*sizes) for sizes in measured)
-    beyond = (4096, 8, 576, 384), (65536, 65, 576, 384), (65536, 9, 576, 1536), (65536, 8, 576, 1600)
+    beyond = (
+        (4096, 8, 576, 384),
+        (65536, 65, 576, 384),
+        (65536, 33, 576, 768),
+        (65536, 9, 576, 1536),
+        (65536, 8, 576, 1600),
+    )
     odd = (65536, 8, 1088, 384), (65536, 8, 600, 384), (65536, 8, 576, 400)
     assert not any(near(*sizes) for sizes in (*beyond, *odd))
 

@@ -94,6 +94,23 @@ def test_a_text_of_the_anchor_has_the_function_of_the_base_whatever_the_part_hol
     assert not torch.allclose(leaves, stays), "the parts change nothing, so this test shows nothing"
 
 
+def test_a_router_that_never_learns_passes_no_gradient_through_a_weight_that_is_always_1(joined: Path) -> None:
+    """Tokens get the gradient of the experts alone, the same as before; a balance loss still reaches them."""
+    with layout.opened(joined) as origin:
+        model = layout.load(model_of(origin.spec, experts="reference", compute=torch.float64).double(), origin)
+    block = next(layer.ffn for layer in model.layers.values() if isinstance(layer.ffn, MoE))
+    x = torch.randn(1, 24, block.spec.dense.hidden, dtype=torch.float64, requires_grad=True)
+    found = []
+    for learns in (True, False):
+        block.router.weight.requires_grad_(learns)
+        routing = block.router(x.flatten(0, 1))
+        assert routing.weight_TK.requires_grad == learns and bool((routing.weight_TK == 1).all())
+        found.append((block(x), *torch.autograd.grad(block(x).square().sum(), x)))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    (balanced,) = torch.autograd.grad(routing.scores_TN[:, 0].square().sum(), x)
+    assert bool(balanced.any())
+
+
 def test_only_the_copies_of_the_part_learn_and_nothing_else_has_a_state(place: Path) -> None:
     run = place / "law.work" / "run"
     before, after = (load_file(folder / "model.safetensors") for folder in (started(place), exported(place)))
