@@ -419,7 +419,7 @@ def test_a_row_sends_a_parts_tokens_to_it_and_leaves_general_ones(tmp_path: Path
     for dtype in (torch.float32, torch.bfloat16):
         row, left = rows.row(general, own, general[:64], dtype)
         assert torch.equal(row, row.to(dtype).float())
-        assert left[0] <= rows.MARGIN and left[1] > 0.9
+        assert left[0] <= 0.03 and left[1] > 0.9  # docs/parts.md promises 3 %
         assert float((new @ row > 0).double().mean()) < 3 * rows.MARGIN
 
 
