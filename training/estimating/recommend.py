@@ -44,7 +44,7 @@ class RecommendConfig:
 # copies of sliced FFNs; the largest that fits is taken: 4, 8 and 16 gained 0.008, 0.011 and 0.015 (docs/science.md)
 COPIES = (16, 8, 4, 2)
 WHOLE = (8, 4)  # copies of whole FFNs; a token takes two
-SLICES = 4  # slices of a copy: 2, 4 and 8 were equally good, and 8 was slower (docs/science.md)
+SLICES = 4  # slices of a copy: 2, 4 and 8 were equally good; 8 was slower, 2 faster (docs/science.md)
 RECOMPUTE = ("none", "attention", "experts", "full")
 NEARLY = 1.02  # mappings below this multiple of the shortest time count as equally fast
 MICRO = (1, 2, 4, 8, 16, 32, 64)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MARGIN = 0.03  # share of general tokens that may leave the anchor in a layer; 0.01 and 0.1 taught fewer facts
+MARGIN = 0.03  # share of general tokens that may leave the anchor in a layer; 0.01 and 0.1 taught less (one seed)
 FIRST = 0.01  # share of the first tokens of general texts that may leave it
 LEAST = 512  # tokens of each text
 HELD = 4  # one of so many tokens is held back for the threshold
