@@ -167,7 +167,7 @@ def test_totals(first: torch.dtype) -> None:
 @pytest.mark.parametrize("favoured", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "copies", "hidden", "width"),
-    [(9000, 8, 576, 384), (65_536, 16, 576, 384), (9000, 2, 576, 1536), (8192, 2, 64, 128)],
+    [(9000, 8, 576, 384), (65_536, 16, 576, 384), (9000, 8, 576, 768), (9000, 2, 576, 1536), (8192, 2, 64, 128)],
 )
 def test_narrow_experts(tokens: int, copies: int, hidden: int, width: int, favoured: bool) -> None:
     """From tokens to tokens against dispatch=local and experts=grouped, and both against float64."""
