@@ -78,11 +78,12 @@ def adamw_(
 ) -> None:  # fmt: skip
     assert master.dtype == torch.float32 and master.numel() % copies == 0
     if count := master.numel() // copies:
-        block = BLOCK if not share else BLOCK // 2  # the mean takes registers too
+        # 16 copies on an H200: 3.66 TB/s with few numbers a thread, 3.14 with 2048 a block; a copy of memory has 3.93
+        block, warps = (512, 4) if share else (BLOCK, WARPS)
         adamw_kernel[(triton.cdiv(count, block),)](
             master, gradient, first, second, copy, step, skip, excess, lr, count, float(decay),
             SHARE=float(share), COPIES=copies, BETA1=beta1, BETA2=beta2, LOG1=log(beta1), LOG2=log(beta2), EPS=eps,
-            COPY=copy is not None, CLIP=excess is not None, BLOCK=block, num_warps=WARPS,
+            COPY=copy is not None, CLIP=excess is not None, BLOCK=block, num_warps=warps,
         )  # fmt: skip
 
 
