@@ -88,7 +88,10 @@ class Maker:
         return torch.cat([self.part(part).flatten() for part in output.parts]).view(output.shape)
 
     def slice(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Compute output[index] from only the parts that rows `index[0]` touch; a step raises a ValueError."""
+        """Compute output[index] from only the parts that rows `index[0]` touch; a step raises a ValueError.
+
+        Do not write to the result: it may be memory of the cache.
+        """
         output = self.output(name)
         if not output.shape or not index:
             return self.tensor(name)
@@ -103,7 +106,8 @@ class Maker:
             if low < high:
                 pieces.append(self.flat(part, low - first, high - first))
             first += size
-        whole = torch.cat(pieces) if pieces else torch.empty(0, dtype=getattr(torch, output.dtype))
+        pieces = pieces or [torch.empty(0, dtype=getattr(torch, output.dtype))]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return whole.view(max(stop - start, 0), *output.shape[1:])[(slice(None), *index[1:])]
 
     def flat(self, part: Recipe, low: int, high: int) -> Tensor:
