@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import base64
 import shutil
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NotRequired, TypedDict, cast
 
 import torch
@@ -34,6 +37,8 @@ from upcycle.verifying.inspect import read_manifest
 TARGET, METADATA = "upcycled", "__metadata__"
 SMALL = 1 << 20  # bytes of a file of the base that the manifest keeps, if the folder copies no file of this name
 AGAIN = "join the parts to the base again"
+# mean cosine of router rows: of 81 pairs of texts (SmolLM2), 8 alike ones have 0.76 to 0.91, the others at most 0.53
+ALIKE = 0.65
 
 
 class File(TypedDict):
@@ -63,6 +68,7 @@ def join(base: str, places: Sequence[str], output: str) -> Path:
             part.check_fits(each, spec_of(origin), base)
             if said := next(iter(part.damages(each)), ""):
                 raise ValueError(f"{said}; {part.COPY_AGAIN}")
+        warn_of_alike(parts)
         made = {
             **export.provenance(origin, {}),
             "trained": [facts for each in parts for facts in each.record["trained"]],
@@ -84,6 +90,26 @@ def check_together(parts: Sequence[Part]) -> None:
         found = {each.name: each.record[key] for each in parts}
         if len(set(map(str, found.values()))) > 1:
             raise ValueError(f"the parts have different {key} ({short(found)}); join parts that were made alike")
+
+
+def warn_of_alike(parts: Sequence[Part]) -> None:
+    """Warn of two parts whose router rows look for the same tokens."""
+    rows = {each.name: rows_of(each) for each in parts}
+    for (one, its), (other, theirs) in combinations(rows.items(), 2):
+        pairs = [(a, b) for a, b in zip(its, theirs, strict=True) if bool(a.any()) and bool(b.any())]
+        cosine = fmean(float(torch.cosine_similarity(a, b, dim=0)) for a, b in pairs) if pairs else 0.0
+        if cosine > ALIKE:
+            warnings.warn(
+                f"{one} and {other} look for alike tokens: their router rows have a cosine of {cosine:.2f}, and unlike "
+                f"texts have less than {ALIKE}; joined, such parts lost most of what they knew (docs/parts.md); make "
+                "one part of the documents of both",
+                stacklevel=3,
+            )
+
+
+def rows_of(each: Part) -> list[Tensor]:
+    """Return the mean router row of each layer of a part."""
+    return [each.read(f"layers.{layer}.router.weight").double().mean(0) for layer in each.record["layers"]]
 
 
 @contextmanager

@@ -403,6 +403,16 @@ def test_a_name_that_is_there_twice_is_refused(place: Path, tmp_path: Path) -> N
         api.join(place / "base", place / "law", place / "law", output=tmp_path / "joined")
 
 
+def test_a_join_warns_of_parts_of_alike_documents_alone(place: Path, tmp_path: Path) -> None:
+    made(place, "law", tmp_path / "part")
+    record = json.loads((tmp_path / "part" / "part.json").read_text()) | {"name": "statutes"}
+    del record["sum"]
+    (tmp_path / "part" / "part.json").write_bytes(publish.signed(record))
+    with pytest.warns(UserWarning, match="law and statutes look for alike tokens: .* a cosine of 1.00") as said:
+        api.join(place / "base", place / "law", place / "code", tmp_path / "part", output=tmp_path / "joined")
+    assert len(said) == 1, [str(each.message) for each in said]
+
+
 def test_a_part_that_is_not_there_is_refused(joined: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no part 'math'; it has law, code"):
         api.remove(joined, "math", tmp_path / "x")
