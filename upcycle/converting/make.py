@@ -90,7 +90,7 @@ class Maker:
     def slice(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """Compute output[index] from only the parts that rows `index[0]` touch; a step raises a ValueError.
 
-        Do not write to the result: it may be memory of the cache.
+        Do not write to the result: it may share memory with the cache.
         """
         output = self.output(name)
         if not output.shape or not index:

@@ -38,9 +38,9 @@ def apart(moe: MoESpec) -> Iterator[str]:
             "a trained router breaks up virtual groups; measured on a real checkpoint (SmolLM2-135M): the chosen "
             "experts no longer form whole FFNs, 0.26 nats worse than the dense control after 26 M tokens; "
         ) + (
-            "use target=upcycled, whose router chooses in each slice (no stock target can hold that; it was 0.010 nats "
-            "better than the control on clean text), or keep a stock target and freeze the router: optim.router_lr=0 "
-            "in training"
+            "use target=upcycled, whose router chooses in each slice (no stock target can hold that; in another study, "
+            "on clean text, it was 0.010 nats better than its control), or keep a stock target and freeze the router: "
+            "optim.router_lr=0 in training"
             if moe.dense.carried is None
             else "freeze the router in training"
         )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from training.checkpoint import layout, standalone
 from training.data.shards import read_meta
 from training.model.moe import MoE
 from training.model.stock.model import model_of
-from training.parts import add
+from training.parts import add, join
 from upcycle import api as upcycle_api
 from upcycle.arch import tokenizer
 from upcycle.cli.main import main
@@ -404,13 +407,44 @@ def test_a_name_that_is_there_twice_is_refused(place: Path, tmp_path: Path) -> N
 
 
 def test_a_join_warns_of_parts_of_alike_documents_alone(place: Path, tmp_path: Path) -> None:
-    made(place, "law", tmp_path / "part")
-    record = json.loads((tmp_path / "part" / "part.json").read_text()) | {"name": "statutes"}
-    del record["sum"]
-    (tmp_path / "part" / "part.json").write_bytes(publish.signed(record))
+    folder = changed(place, tmp_path, name="statutes")
     with pytest.warns(UserWarning, match="law and statutes look for alike tokens: .* a cosine of 1.00") as said:
-        api.join(place / "base", place / "law", place / "code", tmp_path / "part", output=tmp_path / "joined")
-    assert len(said) == 1, [str(each.message) for each in said]
+        api.join(place / "base", place / "law", place / "code", folder, output=tmp_path / "joined")
+    assert sum("look for alike" in str(each.message) for each in said) == 1, [str(each.message) for each in said]
+
+
+def at(cosine: float, size: float = 1.0) -> torch.Tensor:
+    """Return a row with this cosine to the first direction."""
+    return size * torch.tensor([cosine, (1 - cosine**2) ** 0.5, 0.0], dtype=torch.float64)
+
+
+NONE = torch.zeros(3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("layers", "warns"),
+    [
+        ([[at(0.55)], [at(0.55)]], False),
+        ([[at(0.65)], [at(0.65)]], True),
+        ([[at(-1)], [at(-1)]], False),
+        ([[at(1)], [NONE]], False),  # a row of zeros takes no token: alike in half of the layers
+        ([[NONE], [NONE]], False),
+        ([[at(1)], None], True),  # the other layer's rows are zeros in both
+        ([[at(-0.9), at(0.9)], [at(0.0), at(0.9)]], True),  # one copy of two is alike
+        ([[at(0.9, 1e-200)], [at(0.9, 1e200)]], True),  # a row's length decides nothing
+    ],
+)
+def test_parts_are_alike_by_the_direction_of_their_rows(layers: list[list[torch.Tensor] | None], warns: bool) -> None:
+    def stub(name: str, rows: list[torch.Tensor]) -> Any:
+        kept = {f"layers.{layer}.router.weight": row for layer, row in zip((1, 4), rows, strict=True)}
+        return SimpleNamespace(name=name, record={"layers": [1, 4]}, read=kept.__getitem__)
+
+    one = stub("one", [at(1)[None] if rows else NONE[None] for rows in layers])
+    other = stub("other", [torch.stack(rows or [NONE]) for rows in layers])
+    with pytest.warns(UserWarning, match="alike tokens") if warns else nullcontext(), warnings.catch_warnings():
+        if not warns:
+            warnings.simplefilter("error")
+        join.warn_of_alike([one, other])
 
 
 def test_a_part_that_is_not_there_is_refused(joined: Path, tmp_path: Path) -> None:
