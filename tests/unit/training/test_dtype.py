@@ -7,11 +7,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from tqdm import tqdm
 
+from tests.parity import tiny
 from tests.unit.training.test_folders import trains as words
 from tests.unit.training.test_train import place
+from training.checkpoint import layout
 from training.config.schema import ModelConfig
+from training.model.stock.model import model_of
 from training.run import step as step_module
 from upcycle.__main__ import main
 
@@ -59,3 +63,18 @@ def test_a_validation_that_takes_long_has_a_bar(
     assert main(trains(place, f"output={tmp_path / 'run'}", f"data.valid=[{place / 'valid'}]")) == 0
     said = capsys.readouterr().err
     assert 0 < said.index("validation valid") < said.index("step 1/2")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_half_as_many_bytes_load_as_the_same_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
+    half = tiny.make("mixtral", tmp_path / "half", dtype=dtype)
+    theirs = tiny.loaded(half, torch.float32)
+    theirs.save_pretrained(tmp_path / "wide")
+    found = []
+    for folder in (half, tmp_path / "wide"):
+        with layout.opened(folder) as origin:
+            model = layout.load(model_of(origin.spec, experts="reference", compute=torch.float32).float(), origin)
+        found.append(model.state_dict())
+    assert torch.equal(found[0]["embed.weight"], theirs.get_input_embeddings().weight)
+    for name, tensor in found[0].items():
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, found[1][name]), name
