@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
+from math import floor
 from pathlib import Path
+from random import Random
+from typing import TypeVar
 
 import torch
+from tqdm import tqdm
 
 from training.checkpoint import standalone
 from training.checkpoint.export import Weights, facts_of
@@ -42,11 +46,11 @@ from upcycle.planning.size import dense_flops
 from upcycle.text import tokens
 
 CHARACTERS = 10  # of a sample for each token that is measured; no tokenizer needs as many
-FILES = 200  # that a sample reads at once
 HELD = 4  # one of so many pieces of the general sample is held back: validation shall be of text that is not trained
 GENERAL = 0.2  # of the samples that training reads: tokens of general text that leave the anchor shall do no harm
 PIECE = 4000  # characters of a document in a line of a sample, which takes two, so that it has many documents
 
+Item = TypeVar("Item")
 Place = tuple[Path, int]  # a document: its file and its number there; a .txt is a document for each PIECE of it
 
 
@@ -124,23 +128,28 @@ def files(place: str) -> list[Path]:
 
 
 def sample(paths: Sequence[Path], target: Path, characters: int) -> list[Place]:
-    """Write the start of documents until there are so many characters or no more documents; return each line's
-    document."""
-    left, lines, places = characters, list[str](), list[Place]()
-    for place, text in in_turn(groups(paths)[0]):
-        for start in range(0, min(len(text), 2 * PIECE), PIECE):
+    """Write the starts of documents, about so many characters; return each line's document."""
+    lines, places = list[str](), list[Place]()
+    for place, text in starts(paths, characters):
+        for start in range(0, len(text), PIECE):
             lines.append(line(text[start : start + PIECE]))
             places.append(place)
-        left -= min(len(text), 2 * PIECE)
-        if left <= 0:
-            break
     disk.write_atomic(target, "".join(lines).encode())
     return places
 
 
+def starts(paths: Sequence[Path], characters: int) -> list[tuple[Place, str]]:
+    """Return the starts of documents from all over the text in a random order, about so many characters. Text is often
+    sorted by kind, and a model is measured on a sample's first tokens."""
+    found = (((place, text[: 2 * PIECE]), min(len(text), 2 * PIECE)) for place, text in numbered(paths))
+    chosen = spread(found, characters)
+    Random(0).shuffle(chosen)
+    return chosen
+
+
 def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, characters: int) -> None:
-    """Write the last lines of the sample of general text, and the text of other documents, up to so many characters.
-    `taken`: the document of each line of the sample."""
+    """Write the last lines of the sample of general text, and about so many characters of other documents from all over
+    it. `taken`: the document of each line of the sample."""
     if len(taken) < HELD:
         raise ValueError(
             f"general has {len(taken)} pieces of text, and one of {HELD} is held back to see what training changes; "
@@ -150,45 +159,39 @@ def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, charact
     lines = (work / "general.jsonl").read_text().splitlines(keepends=True)
     disk.write_atomic(work / "held.jsonl", "".join(lines[first:]).encode())
     held = set(taken[first:])
+    chosen = set(spread(((place, len(text)) for place, text in numbered(paths) if place not in held), characters))
+    rest = (line(text).encode() for place, text in numbered(paths) if place in chosen)
+    disk.write_blocks(work / "rest.jsonl", rest)
 
-    def rest() -> Iterator[bytes]:
-        left = characters
-        for place, text in chain.from_iterable(map(in_turn, groups(paths))):
-            if left <= 0:
-                return
-            if place not in held:
-                left -= len(text)
-                yield line(text).encode()
 
-    disk.write_blocks(work / "rest.jsonl", rest())
+def spread(found: Iterable[tuple[Item, int]], characters: int) -> list[Item]:
+    """Return evenly spaced items of a stream of (item, its characters): about so many characters, or all."""
+    kept, step, total = list[tuple[Item, int]](), 1, 0
+    for number, each in enumerate(found):
+        if number % step == 0:
+            kept.append(each)
+            total += each[1]
+        if total > 2 * characters and len(kept) > 1:  # so that memory does not grow with the text
+            kept, step = kept[::2], 2 * step
+            total = sum(size for _, size in kept)
+    share = min(1.0, characters / max(total, 1))
+    return [item for number, (item, _) in enumerate(kept) if floor(number * share) > floor((number - 1) * share)]
 
 
 def line(text: str) -> str:
     return json.dumps({"text": text}) + "\n"
 
 
-def groups(paths: Sequence[Path]) -> list[Sequence[Path]]:
-    """Return the files in groups that can be read at once; each has files from all over the list."""
-    count = -(-len(paths) // FILES)
-    return [paths[first::count] for first in range(count)]
-
-
-def in_turn(paths: Sequence[Path]) -> Iterator[tuple[Place, str]]:
-    """Yield documents, one of each file in turn."""
-    readers = [numbered(path) for path in paths]
-    while readers:
-        found = [next(reader, None) for reader in readers]
-        readers = [reader for reader, each in zip(readers, found, strict=True) if each]
-        yield from (each for each in found if each)
-
-
-def numbered(path: Path) -> Iterator[tuple[Place, str]]:
-    """Yield a file's documents; those of a .txt, which is one, are its pieces."""
-    texts = tokens.documents([path])
-    if path.suffix == ".txt":
-        texts = (text[start : start + PIECE] for text in texts for start in range(0, len(text), PIECE))
-    for number, text in enumerate(texts):
-        yield (path, number), text
+def numbered(paths: Sequence[Path]) -> Iterator[tuple[Place, str]]:
+    """Yield all documents; those of a .txt, which is one, are its pieces."""
+    size = sum(path.stat().st_size for path in paths if path.is_file())
+    with tqdm(total=size, desc="read", unit="B", unit_scale=True, delay=2) as bar:
+        for path in paths:
+            texts = tokens.documents([path], watch=bar.update)
+            if path.suffix == ".txt":
+                texts = (text[start : start + PIECE] for text in texts for start in range(0, len(text), PIECE))
+            for number, text in enumerate(texts):
+                yield (path, number), text
 
 
 def enough(model: str, work: Path, count: int) -> int:

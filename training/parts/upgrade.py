@@ -19,7 +19,7 @@ from training.checkpoint import export, layout
 from training.checkpoint.layout import Origin
 from training.experts import SPECIFICATION
 from training.model.stock.model import model_of
-from training.parts.add import PIECE, files, numbered
+from training.parts.add import CHARACTERS, files, starts
 from training.parts.join import Joined, based, names_of, spec_of
 from upcycle.converting import card, part
 from upcycle.converting.part import Part
@@ -118,11 +118,10 @@ def with_parts(origin: Origin, parts: Sequence[Part]) -> Origin:
 def ids_of(folder: Path, documents: str, count: int, length: int) -> Tensor:
     """Return ids [sequence, token] of the documents, at most `count`."""
     encode, ids = tokens.encoder(folder), list[int]()
-    for path in files(documents):
-        for _, text in numbered(path):
-            if len(ids) >= count:
-                break
-            ids += encode(text[: 2 * PIECE])
+    for _, text in starts(files(documents), count * CHARACTERS):
+        if len(ids) >= count:
+            break
+        ids += encode(text)
     length = min(length, len(ids))
     if length < 2:
         raise ValueError(f"{documents} has {len(ids)} tokens, and a loss needs 2; name the part's documents")

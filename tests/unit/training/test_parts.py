@@ -24,6 +24,7 @@ from training.data.shards import read_meta
 from training.model.moe import MoE
 from training.model.stock.model import model_of
 from training.parts import add, join
+from training.parts.upgrade import ids_of
 from upcycle import api as upcycle_api
 from upcycle.arch import tokenizer
 from upcycle.cli.main import main
@@ -140,29 +141,68 @@ def test_the_general_text_of_the_validation_is_never_trained(place: Path) -> Non
         [row["text"] for row in map(json.loads, (place / "law.work" / f"{name}.jsonl").read_text().splitlines())]
         for name in ("general", "held", "rest")
     )
-    assert sampled == general, "the sample has room for all of this text"
+    assert sampled != general and sorted(sampled) == sorted(general), "the sample has room for all of this text"
     assert held == sampled[-len(held) :] and len(held) == len(sampled) // 4
-    assert rest and set(rest) == set(general[: len(rest)]) - set(held), "no more than training reads"
+    assert rest and not set(rest) & set(held) and set(rest) <= set(general)
     config = json.loads((place / "law.work" / "run" / "run.json").read_text())["data"]
     assert [source["path"] for source in config["valid"]] == [str(place / "law.work" / "held")]
     counts = {name: read_meta(place / "law.work" / name)["documents"] for name in ("held", "general")}
     assert counts == {"held": len(held), "general": len(rest)}
 
 
-def test_training_reads_general_text_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many files a sample opens some, and training reads them all, a few at once."""
-    monkeypatch.setattr(add, "FILES", 3)
+def test_a_sample_is_from_all_over_the_text(tmp_path: Path) -> None:
+    """Text is often sorted by kind; rows are measured on the first tokens of a sample, so each part of it has all kinds."""
+    kinds = ("law", "code", "math", "letters")
+    sizes = {"law": 900, "code": 300, "math": 3000, "letters": 600}  # documents of each kind have other lengths
+    jsonl(
+        tmp_path / "a.jsonl",
+        [f"{kind} {number} ".ljust(sizes[kind], "x") for kind in kinds[:3] for number in range(200)],
+    )
+    jsonl(tmp_path / "b.jsonl", [f"letters {number} ".ljust(600, "x") for number in range(200)])
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for characters in (30_000, 100_000, 700_000):
+        taken = add.sample(paths, tmp_path / "general.jsonl", characters)
+        texts = [json.loads(each)["text"] for each in (tmp_path / "general.jsonl").read_text().splitlines()]
+        assert sum(map(len, texts)) == pytest.approx(characters, rel=0.15) and len(taken) == len(texts)
+        for some in (texts, texts[: len(texts) // 2], texts[len(texts) // 2 :]):
+            counts = [sum(text.startswith(kind) for text in some) for kind in kinds]
+            assert min(counts) > len(some) / 10, counts
+        add.hold_back(paths, taken, tmp_path, characters)
+        held, rest = (
+            [json.loads(each)["text"] for each in (tmp_path / name).read_text().splitlines()]
+            for name in ("held.jsonl", "rest.jsonl")
+        )
+        assert held == texts[-(len(texts) // 4) :] and not set(held) & set(rest)
+        assert sum(map(len, rest)) == pytest.approx(characters, rel=0.2), "no more than training reads"
+        assert len({text.split()[0] for text in rest}) == 4
+    again = (tmp_path / "general.jsonl").read_bytes()
+    add.sample(paths, tmp_path / "general.jsonl", 700_000)
+    assert (tmp_path / "general.jsonl").read_bytes() == again, "a run that was stopped goes on with the same sample"
+
+
+def test_an_upgrade_is_judged_by_documents_from_all_over_the_text(place: Path, tmp_path: Path) -> None:
+    first, second = ([f"{word} " * 6 for _ in range(200)] for word in ("law", "code"))
+    jsonl(tmp_path / "sorted.jsonl", [*first, *second])
+    ids = ids_of(place / "base", str(tmp_path / "sorted.jsonl"), 512, 32)
+    jsonl(tmp_path / "first.jsonl", first)
+    assert ids.shape == (16, 32)
+    assert set(ids.unique().tolist()) > set(
+        ids_of(place / "base", str(tmp_path / "first.jsonl"), 512, 32).unique().tolist()
+    )
+
+
+def test_a_small_text_is_taken_whole(tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.jsonl" for number in range(8)]
     for number, path in enumerate(paths):
         jsonl(path, [f"{number} {at}" for at in range(3)])
     taken = add.sample(paths, tmp_path / "general.jsonl", 10**6)
-    assert {path.stem for path, _ in taken} == {"0", "3", "6"} and len(taken) == 9
+    assert sorted(taken) == [(path, at) for path in paths for at in range(3)]
     add.hold_back(paths, taken, tmp_path, 10**6)
     held, rest = (
         [json.loads(each)["text"] for each in (tmp_path / name).read_text().splitlines()]
         for name in ("held.jsonl", "rest.jsonl")
     )
-    assert held == ["3 2", "6 2"] and rest[:4] == ["0 0", "3 0", "6 0", "0 1"]
+    assert len(held) == 6
     assert sorted(held + rest) == sorted(f"{number} {at}" for number in range(8) for at in range(3))
 
 
@@ -172,15 +212,20 @@ def test_long_documents_and_large_files_are_held_back_whole(tmp_path: Path) -> N
     jsonl(tmp_path / "a.jsonl", long)
     (tmp_path / "b.txt").write_text("".join(f"{number:04d}" * 1000 for number in range(8)))
     paths = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
-    taken = add.sample(paths, tmp_path / "general.jsonl", 50_000)
-    assert [number for path, number in taken if path.suffix == ".txt"] == [0, 1, 2, 3]
-    assert [number for path, number in taken if path.suffix == ".jsonl"] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    taken = add.sample(paths, tmp_path / "general.jsonl", 10**6)
+    assert sorted(number for path, number in taken if path.suffix == ".txt") == [*range(8)]
+    assert sorted(number for path, number in taken if path.suffix == ".jsonl") == sorted([*range(8)] * 2)
+    few = add.sample(paths, tmp_path / "general.jsonl", 50_000)
+    assert len(set(few)) == 8 and {path.suffix for path, _ in few} == {".txt", ".jsonl"}
+    taken = add.sample(paths, tmp_path / "general.jsonl", 10**6)
     add.hold_back(paths, taken, tmp_path, 10**9)
     held, rest = ((tmp_path / name).read_text() for name in ("held.jsonl", "rest.jsonl"))
-    assert held.count("\n") == 3 and '"4 xxx' in held and "0003" in held
-    assert '"4 xxx' not in rest and "0003" not in rest and "0002" in rest and long[3] in rest and long[7] in rest
+    assert held.count("\n") == len(taken) // 4
+    away = set(taken[-(len(taken) // 4) :])
+    assert all((text in rest) != ((tmp_path / "a.jsonl", number) in away) for number, text in enumerate(long))
+    assert all((f"{number:04d}" * 1000 in rest) != ((tmp_path / "b.txt", number) in away) for number in range(8))
     add.hold_back(paths, taken, tmp_path, 20_000)
-    assert (tmp_path / "rest.jsonl").read_text().count("\n") == 3, "no more than training reads"
+    assert 2 <= (tmp_path / "rest.jsonl").read_text().count("\n") <= 5, "no more than training reads"
     with pytest.raises(ValueError, match="general has 3 pieces of text, and one of 4 is held back"):
         add.hold_back(paths, taken[:3], tmp_path, 10**9)
 
