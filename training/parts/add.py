@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import floor
+from math import inf
 from pathlib import Path
 from random import Random
-from typing import TypeVar
 
 import torch
 from tqdm import tqdm
@@ -50,7 +50,6 @@ HELD = 4  # one of so many pieces of the general sample is held back: validation
 GENERAL = 0.2  # of the samples that training reads: tokens of general text that leave the anchor shall do no harm
 PIECE = 4000  # characters of a document in a line of a sample, which takes two, so that it has many documents
 
-Item = TypeVar("Item")
 Place = tuple[Path, int]  # a document: its file and its number there; a .txt is a document for each PIECE of it
 
 
@@ -141,10 +140,9 @@ def sample(paths: Sequence[Path], target: Path, characters: int) -> list[Place]:
 def starts(paths: Sequence[Path], characters: int) -> list[tuple[Place, str]]:
     """Return the starts of documents from all over the text in a random order, about so many characters. Text is often
     sorted by kind, and a model is measured on a sample's first tokens."""
-    found = (((place, text[: 2 * PIECE]), min(len(text), 2 * PIECE)) for place, text in numbered(paths))
-    chosen = spread(found, characters)
-    Random(0).shuffle(chosen)
-    return chosen
+    found = list(spread(paths, characters, longest=2 * PIECE))
+    Random(0).shuffle(found)
+    return found
 
 
 def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, characters: int) -> None:
@@ -158,24 +156,32 @@ def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, charact
     first = len(taken) - len(taken) // HELD
     lines = (work / "general.jsonl").read_text().splitlines(keepends=True)
     disk.write_atomic(work / "held.jsonl", "".join(lines[first:]).encode())
-    held = set(taken[first:])
-    chosen = set(spread(((place, len(text)) for place, text in numbered(paths) if place not in held), characters))
-    rest = (line(text).encode() for place, text in numbered(paths) if place in chosen)
-    disk.write_blocks(work / "rest.jsonl", rest)
+    rest = spread(paths, characters, without=set(taken[first:]))
+    disk.write_blocks(work / "rest.jsonl", (line(text).encode() for _, text in rest))
 
 
-def spread(found: Iterable[tuple[Item, int]], characters: int) -> list[Item]:
-    """Return evenly spaced items of a stream of (item, its characters): about so many characters, or all."""
-    kept, step, total = list[tuple[Item, int]](), 1, 0
-    for number, each in enumerate(found):
-        if number % step == 0:
-            kept.append(each)
-            total += each[1]
-        if total > 2 * characters and len(kept) > 1:  # so that memory does not grow with the text
-            kept, step = kept[::2], 2 * step
-            total = sum(size for _, size in kept)
-    share = min(1.0, characters / max(total, 1))
-    return [item for number, (item, _) in enumerate(kept) if floor(number * share) > floor((number - 1) * share)]
+def spread(
+    paths: Sequence[Path], characters: int, *, longest: int | None = None, without: Container[Place] = ()
+) -> Iterator[tuple[Place, str]]:
+    """Yield evenly spaced documents, about so many characters: as many of each file, where it has them. `longest`: cut
+    a document there."""
+    sizes = Counter[Path]()
+    for (path, number), text in numbered(paths):
+        if (path, number) not in without:
+            sizes[path] += len(text[:longest])
+    level, left = inf, float(characters)  # characters of each file
+    for full, size in enumerate(sorted(sizes.values())):
+        level = left / (len(sizes) - full)
+        if size >= level:
+            break
+        left -= size
+    due = 1.0
+    for (path, number), text in numbered(paths):
+        if (path, number) not in without:
+            due += min(1.0, level / max(sizes[path], 1))
+            if due >= 1:
+                due -= 1
+                yield (path, number), text[:longest]
 
 
 def line(text: str) -> str:
