@@ -48,7 +48,10 @@ from upcycle.text import tokens
 CHARACTERS = 10  # of a sample for each token that is measured; no tokenizer needs as many
 HELD = 4  # one of so many pieces of the general sample is held back: validation shall be of text that is not trained
 GENERAL = 0.2  # of the samples that training reads: tokens of general text that leave the anchor shall do no harm
-PIECE = 4000  # characters of a document in a line of a sample, which takes two, so that it has many documents
+START = 2000  # characters of a document in a sample, so that the tokens that are measured are of many documents
+PIECE = 4000  # characters of a .txt that count as a document
+DOCUMENTS = 20  # or more make up the general text that training reads, so that it does not hang on one of them
+GOLDEN = (5**0.5 - 1) / 2  # parts of a row that are taken at this distance are spread evenly, however many are taken
 
 Place = tuple[Path, int]  # a document: its file and its number there; a .txt is a document for each PIECE of it
 
@@ -128,21 +131,16 @@ def files(place: str) -> list[Path]:
 
 def sample(paths: Sequence[Path], target: Path, characters: int) -> list[Place]:
     """Write the starts of documents, about so many characters; return each line's document."""
-    lines, places = list[str](), list[Place]()
-    for place, text in starts(paths, characters):
-        for start in range(0, len(text), PIECE):
-            lines.append(line(text[start : start + PIECE]))
-            places.append(place)
-    disk.write_atomic(target, "".join(lines).encode())
-    return places
+    found = starts(paths, characters)
+    disk.write_atomic(target, "".join(line(text) for _, text in found).encode())
+    return [place for place, _ in found]
 
 
 def starts(paths: Sequence[Path], characters: int) -> list[tuple[Place, str]]:
-    """Return the starts of documents from all over the text in a random order, about so many characters. Text is often
-    sorted by kind, and a model is measured on a sample's first tokens."""
-    found = list(spread(paths, characters, longest=2 * PIECE))
-    Random(0).shuffle(found)
-    return found
+    """Return the starts of documents from all over the text, with about so many characters together. The first of them
+    are from all over it too, because router rows are measured on the first tokens of a sample."""
+    found = list(spread(paths, characters, START))
+    return [found[at] for at in sorted(range(len(found)), key=lambda at: at * GOLDEN % 1)]
 
 
 def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, characters: int) -> None:
@@ -156,32 +154,41 @@ def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, charact
     first = len(taken) - len(taken) // HELD
     lines = (work / "general.jsonl").read_text().splitlines(keepends=True)
     disk.write_atomic(work / "held.jsonl", "".join(lines[first:]).encode())
-    rest = spread(paths, characters, without=set(taken[first:]))
+    rest = spread(paths, characters, characters // DOCUMENTS, without=set(taken[first:]))
     disk.write_blocks(work / "rest.jsonl", (line(text).encode() for _, text in rest))
 
 
 def spread(
-    paths: Sequence[Path], characters: int, *, longest: int | None = None, without: Container[Place] = ()
+    paths: Sequence[Path], characters: int, longest: int, without: Container[Place] = ()
 ) -> Iterator[tuple[Place, str]]:
-    """Yield evenly spaced documents, about so many characters: as many of each file, where it has them. `longest`: cut
-    a document there."""
-    sizes = Counter[Path]()
-    for (path, number), text in numbered(paths):
-        if (path, number) not in without:
-            sizes[path] += len(text[:longest])
+    """Yield documents from all over the text with about so many characters together, an equal share of each file that
+    has as many. Cut a document after `longest` characters; where that gives less than half, after more."""
+
+    def found() -> Iterator[tuple[Place, str]]:
+        return ((place, text[:longest]) for place, text in numbered(paths) if place not in without)
+
+    while True:
+        sizes = Counter[Path]()
+        for (path, _), text in found():
+            sizes[path] += len(text)
+        if 2 * sizes.total() >= characters or longest >= characters:
+            break
+        longest = 4 * longest + 1
     level, left = inf, float(characters)  # characters of each file
     for full, size in enumerate(sorted(sizes.values())):
         level = left / (len(sizes) - full)
         if size >= level:
             break
         left -= size
-    due = 1.0
-    for (path, number), text in numbered(paths):
-        if (path, number) not in without:
-            due += min(1.0, level / max(sizes[path], 1))
-            if due >= 1:
-                due -= 1
-                yield (path, number), text[:longest]
+    draw, passed, count, due = Random(0), 0.0, 0, 0.0
+    for (path, number), text in found():
+        share = min(1.0, level / sizes[path])
+        passed += share if share < 1 else 0
+        if share == 1 or passed >= due:
+            if share < 1:
+                count += 1
+                due = count + draw.random()  # somewhere in the next step, because kinds of text can take turns
+            yield (path, number), text
 
 
 def line(text: str) -> str:
@@ -189,15 +196,14 @@ def line(text: str) -> str:
 
 
 def numbered(paths: Sequence[Path]) -> Iterator[tuple[Place, str]]:
-    """Yield all documents; those of a .txt, which is one, are its pieces."""
+    """Yield all documents that are not empty; those of a .txt, which is one, are its pieces."""
     size = sum(path.stat().st_size for path in paths if path.is_file())
     with tqdm(total=size, desc="read", unit="B", unit_scale=True, delay=2) as bar:
         for path in paths:
             texts = tokens.documents([path], watch=bar.update)
             if path.suffix == ".txt":
                 texts = (text[start : start + PIECE] for text in texts for start in range(0, len(text), PIECE))
-            for number, text in enumerate(texts):
-                yield (path, number), text
+            yield from (((path, number), text) for number, text in enumerate(texts) if text)
 
 
 def enough(model: str, work: Path, count: int) -> int:
