@@ -48,7 +48,7 @@ class Calibration:
     its own data if no texts are named."""
 
     texts: tuple[str, ...] = ()  # files to measure on: .txt, .jsonl or .jsonl.zst (key `text`)
-    tokens: int = 8192  # tokens to read from their starts
+    tokens: int = 8192  # tokens to read, from the starts of the files
     sequence: int = 512  # tokens of one sequence, at most the model's context
 
     ELSEWHERE: ClassVar = {"length": "calibration.sequence"}
