@@ -50,8 +50,8 @@ HELD = 4  # one of so many pieces of the general sample is held back: validation
 GENERAL = 0.2  # of the samples that training reads: tokens of general text that leave the anchor shall do no harm
 START = 2000  # characters of a document in a sample, so that the tokens that are measured are of many documents
 PIECE = 4000  # characters of a .txt that count as a document
-DOCUMENTS = 20  # or more make up the general text that training reads, so that it does not hang on one of them
-GOLDEN = (5**0.5 - 1) / 2  # parts of a row that are taken at this distance are spread evenly, however many are taken
+DOCUMENTS = 20  # or more make up the general text that training reads, so that no single one fills it
+GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 are spread evenly, however many there are
 
 Place = tuple[Path, int]  # a document: its file and its number there; a .txt is a document for each PIECE of it
 
