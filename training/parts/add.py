@@ -154,7 +154,8 @@ def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, charact
     first = len(taken) - len(taken) // HELD
     lines = (work / "general.jsonl").read_text().splitlines(keepends=True)
     disk.write_atomic(work / "held.jsonl", "".join(lines[first:]).encode())
-    rest = spread(paths, characters, characters // DOCUMENTS, without=set(taken[first:]))
+    longest = max(PIECE, characters // DOCUMENTS)
+    rest = spread(paths, characters, longest, without=set(taken[first:]))
     disk.write_blocks(work / "rest.jsonl", (line(text).encode() for _, text in rest))
 
 
