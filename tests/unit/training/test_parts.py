@@ -147,6 +147,7 @@ def test_the_general_text_of_the_validation_is_never_trained(place: Path) -> Non
     assert sampled != general and sorted(sampled) == sorted(general), "the sample has room for all of this text"
     assert held == sampled[-len(held) :] and len(held) == len(sampled) // 4
     assert rest and not set(rest) & set(held) and set(rest) <= set(general)
+    assert sum(map(len, rest)) < sum(map(len, general)) / 2, "no more than training reads"
     config = json.loads((place / "law.work" / "run" / "run.json").read_text())["data"]
     assert [source["path"] for source in config["valid"]] == [str(place / "law.work" / "held")]
     counts = {name: read_meta(place / "law.work" / name)["documents"] for name in ("held", "general")}
