@@ -9,9 +9,10 @@ usage: upcycle add MODEL documents=FOLDER general=FOLDER name=NAME output=FOLDER
 
 A router in each layer sends tokens like those of the documents to the new copies. It learns from `general` which tokens
 stay with the model's own FFN: at most 3 % of general tokens may leave it, and a fifth of the training's text is
-general, so that those do no harm. A text whose tokens all stay has exactly the model's function. Give each kind of
-general text a file of its own, because files count alike; all of it is read, and a sample of it is used. The part is a
-small folder without the base. The training is the ready config `part`, and further keys change it (docs/config.md).
+general, so that those do less harm. A text whose tokens all stay has exactly the model's function. Give each kind of
+general text a file of its own: files count alike, and the loss of each of up to 12 is printed before and after. All of
+it is read, and a sample of it is used. The part is a small folder without the base. The training is the ready config
+`part`, and further keys change it (docs/config.md).
 OUTPUT.work keeps the run; the same command continues it.
 """
 

@@ -56,7 +56,7 @@ PEAKS = ((5e8, 5e-4), (2e9, 3e-4), (math.inf, 2e-4))
 # gains against dense training on the same tokens (docs/science.md); BASIS names the model and the text
 GAINS = {
     "dense": "the control",
-    "slices": "-0.010 after 26 M tokens on clean held-out text, +0.007 on law (five seeds)",
+    "slices": "-0.010 after 26 M tokens on clean held-out text (five seeds), +0.008 on law (nine)",
     "copies": "-0.012 (-0.015 to -0.010) after 26 M tokens; behind dense at equal FLOPs",
 }
 BASIS = f"""\

@@ -2,8 +2,9 @@
 
 OUTPUT.work/documents.jsonl, general.jsonl   samples that the router's rows are measured on
 OUTPUT.work/held.jsonl                       the last part of the second one, which training never reads
+OUTPUT.work/held/NAME.jsonl                  the same, for each of a few files
 OUTPUT.work/rest.jsonl                       other general text, as much as training reads
-OUTPUT.work/data, general, held              token shards of the documents, of the rest, and of what is held back
+OUTPUT.work/data, general, held[/NAME]       token shards of the documents, of the rest, and of what is held back
 OUTPUT.work/run                              the training run, which resumes
 OUTPUT/                                      the part
 """
@@ -46,10 +47,12 @@ from upcycle.planning.size import dense_flops
 from upcycle.text import tokens
 
 CHARACTERS = 10  # of a sample for each token that is measured; no tokenizer needs as many
+HELD_BACK = "held"  # the set of all general text that is held back
 HELD = 4  # one of so many pieces of the general sample is held back: validation shall be of text that is not trained
-GENERAL = 0.2  # of the samples that training reads: tokens of general text that leave the anchor shall do no harm
+GENERAL = 0.2  # of the samples that training reads: tokens of general text that leave the anchor shall do less harm
 START = 2000  # characters of a document in a sample, so that the tokens that are measured are of many documents
 PIECE = 4000  # characters of a .txt that count as a document
+KINDS = 12  # files of general text, at most, that are validated one by one: a mean can hide what one kind loses
 DOCUMENTS = 20  # or more make up the general text that training reads, so that no single one fills it
 GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 are spread evenly, however many there are
 
@@ -91,10 +94,15 @@ def add(asked: AddConfig, words: Sequence[str], train: Callable[[TrainConfig], o
     sample(documents, work / "documents.jsonl", calibration.tokens * CHARACTERS)
     taken = sample(general, work / "general.jsonl", calibration.tokens * CHARACTERS)
     reads = round(GENERAL * config.steps * config.batch * config.data.sequence) * CHARACTERS
-    hold_back(general, taken, work, reads)
+    kinds = hold_back(general, taken, work, reads)
     few = max(calibration.sequence, 1) * (enough(asked.model, work, calibration.tokens) // calibration.sequence)
-    config = configured(asked, [*words, f"model.upcycle.calibration.tokens={few or calibration.tokens}"], work)
-    sources = {"data": documents, "general": [work / "rest.jsonl"], "held": [work / "held.jsonl"]}
+    words = [*words, f"model.upcycle.calibration.tokens={few or calibration.tokens}"]
+    config = configured(asked, words, work, kinds)
+    sources = {
+        "data": documents,
+        "general": [work / "rest.jsonl"],
+        **{kind: [work / f"{kind}.jsonl"] for kind in kinds},
+    }
     for name, places in sources.items():
         prepare(PrepareConfig(str(work / name), asked.model, tuple(map(str, places))), Worker.here())
     for what, value in foreseen(config):
@@ -103,17 +111,19 @@ def add(asked: AddConfig, words: Sequence[str], train: Callable[[TrainConfig], o
     return write(work / "run", asked, output)
 
 
-def configured(asked: AddConfig, words: Sequence[str], work: Path) -> TrainConfig:
-    """Return the training config of a part: the ready one with its own model, texts and folders, and then `words`."""
+def configured(asked: AddConfig, words: Sequence[str], work: Path, kinds: Sequence[str] = (HELD_BACK,)) -> TrainConfig:
+    """Return the training config of a part: the ready one with its own model, texts and folders, and then `words`.
+    `kinds`: the sets of general text that are held back."""
     texts = [str(work / "general.jsonl"), str(work / "documents.jsonl")]
     train = [
         {"path": str(work / "data"), "name": asked.name, "weight": 1 - GENERAL},
         {"path": str(work / "general"), "name": f"not-{asked.name}", "weight": GENERAL},
     ]
+    valid = [{"path": str(work / kind), "name": "general" if kind == HELD_BACK else Path(kind).name} for kind in kinds]
     own = [
         f"model.upcycle.source={asked.model}", f"model.upcycle.method.part={asked.name}", f"output={work / 'run'}",
         f"model.upcycle.router.init.texts={json.dumps(texts)}", f"data.train={json.dumps(train)}",
-        f"data.valid={json.dumps([{'path': str(work / 'held'), 'name': 'general'}])}",
+        f"data.valid={json.dumps(valid)}",
     ]  # fmt: skip
     config = read(TrainConfig, "part", [*own, *words], TRAIN)
     stages_of(config)
@@ -143,9 +153,9 @@ def starts(paths: Sequence[Path], characters: int) -> list[tuple[Place, str]]:
     return [found[at] for at in sorted(range(len(found)), key=lambda at: at * GOLDEN % 1)]
 
 
-def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, characters: int) -> None:
+def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, characters: int) -> list[str]:
     """Write the last lines of the sample of general text, and about so many characters of other documents from all over
-    it. `taken`: the document of each line of the sample."""
+    it. `taken`: the document of each line of the sample. Return the names of the sets to validate on."""
     if len(taken) < HELD:
         raise ValueError(
             f"general has {len(taken)} pieces of text, and one of {HELD} is held back to see what training changes; "
@@ -157,6 +167,14 @@ def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, charact
     longest = max(PIECE, characters // DOCUMENTS)
     rest = spread(paths, characters, longest, without=set(taken[first:]))
     disk.write_blocks(work / "rest.jsonl", (line(text).encode() for _, text in rest))
+    names = {path: path.name.removesuffix(".zst").rpartition(".")[0] for path, _ in taken[first:]}
+    if not 1 < len(names) <= KINDS or len(set(names.values())) < len(names):
+        return [HELD_BACK]
+    disk.make_folder(work / HELD_BACK)
+    for path, name in names.items():
+        own = (text for text, place in zip(lines[first:], taken[first:], strict=True) if place[0] == path)
+        disk.write_atomic(work / HELD_BACK / f"{name}.jsonl", "".join(own).encode())
+    return [f"{HELD_BACK}/{name}" for name in sorted(names.values())]
 
 
 def spread(

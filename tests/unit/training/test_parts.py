@@ -7,6 +7,7 @@ import random
 import shutil
 import warnings
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,8 +59,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def made(folder: Path, name: str, output: Path) -> Path:
-    paths = {"documents": folder / f"{name}.jsonl", "general": folder / "general.jsonl"}
+def made(folder: Path, name: str, output: Path, general: str = "general.jsonl") -> Path:
+    paths = {"documents": folder / f"{name}.jsonl", "general": folder / general}
     return api.add(folder / "base", **paths, name=name, output=output, **WORDS)
 
 
@@ -255,6 +256,38 @@ def test_a_small_text_is_taken_whole(tmp_path: Path) -> None:
     )
     assert len(held) == 6
     assert sorted(held + rest) == sorted(f"{number} {at}" for number in range(8) for at in range(3))
+
+
+def test_a_few_files_of_general_text_are_validated_one_by_one(place: Path, tmp_path: Path) -> None:
+    """A mean over all kinds of text can hide what one of them loses."""
+    general = tmp_path / "general"
+    (general / "more").mkdir(parents=True)
+    texts = {"law": "alpha beta", "v1.2 code": "gamma delta"}
+    for name, words in texts.items():
+        jsonl(general / f"{name}.jsonl", [f"{words} {number} " * 8 for number in range(60)])
+    assert sets(general, tmp_path) == ["held/law", "held/v1.2 code"]
+    lines = {name: (tmp_path / "held" / f"{name}.jsonl").read_text().splitlines() for name in texts}
+    assert all(words in line for name, words in texts.items() for line in lines[name])
+    assert sorted(chain(*lines.values())) == sorted((tmp_path / "held.jsonl").read_text().splitlines())
+    shutil.copytree(place / "base", tmp_path / "base")
+    shutil.copy(place / "law.jsonl", tmp_path / "mine.jsonl")
+    made(tmp_path, "mine", tmp_path / "mine", general="general")
+    rows_of = [json.loads(row) for row in (tmp_path / "mine.work" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {f"valid/{name}/loss" for name in texts} < set(rows_of[-1])
+    card = (tmp_path / "mine" / "README.md").read_text()
+    assert all(f"validation {name} loss" in card for name in texts), "the part's card says what each kind lost"
+    jsonl(general / "more" / "law.jsonl", [f"epsilon {number} " * 8 for number in range(60)])
+    assert sets(general, tmp_path) == ["held"], "two files have one name"
+    (general / "more" / "law.jsonl").rename(general / "other.jsonl")
+    assert len(sets(general, tmp_path)) == 3
+    for number in range(add.KINDS):
+        jsonl(general / f"{number}.jsonl", [f"{number} zeta {at} " * 8 for at in range(60)])
+    assert sets(general, tmp_path) == ["held"], "too many files to tell apart"
+
+
+def sets(general: Path, work: Path) -> list[str]:
+    paths = add.files(str(general))
+    return add.hold_back(paths, add.sample(paths, work / "general.jsonl", 60_000), work, 10_000)
 
 
 def test_long_documents_and_large_files_are_held_back_whole(tmp_path: Path) -> None:
