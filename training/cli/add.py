@@ -8,11 +8,11 @@ usage: upcycle add MODEL documents=FOLDER general=FOLDER name=NAME output=FOLDER
   upcycle join ./llama parts/book output=joined          # a model that serves
 
 A router in each layer sends tokens like those of the documents to the new copies. It learns from `general` which tokens
-stay with the model's own FFN: at most 3 % of general tokens may leave it, and a fifth of the training's text is
+stay with the model's own FFN: at most 3 % of all general tokens may leave it, and a fifth of the training's text is
 general, so that those do less harm. A text whose tokens all stay has exactly the model's function. Give each kind of
-general text a file of its own: files count alike, and the loss of each of up to 12 is printed before and after. All of
-it is read, and a sample of it is used. The part is a small folder without the base. The training is the ready config
-`part`, and further keys change it (docs/config.md).
+general text a file of its own: files count alike, and the losses of 2 to 12 files are printed one by one, before and
+after, on 80,000 held-back characters together. All of it is read, and a sample of it is used. The part is a small
+folder without the base. The training is the ready config `part`, and further keys change it (docs/config.md).
 OUTPUT.work keeps the run; the same command continues it.
 """
 

@@ -2,9 +2,9 @@
 
 OUTPUT.work/documents.jsonl, general.jsonl   samples that the router's rows are measured on
 OUTPUT.work/held.jsonl                       the last part of the second one, which training never reads
-OUTPUT.work/held/NAME.jsonl                  the same, for each of a few files
+OUTPUT.work/held/NUMBER.jsonl                the same, for each of a few files
 OUTPUT.work/rest.jsonl                       other general text, as much as training reads
-OUTPUT.work/data, general, held[/NAME]       token shards of the documents, of the rest, and of what is held back
+OUTPUT.work/data, general, held[/NUMBER]     token shards of the documents, of the rest, and of what is held back
 OUTPUT.work/run                              the training run, which resumes
 OUTPUT/                                      the part
 """
@@ -12,9 +12,11 @@ OUTPUT/                                      the part
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
@@ -47,7 +49,9 @@ from upcycle.planning.size import dense_flops
 from upcycle.text import tokens
 
 CHARACTERS = 10  # of a sample for each token that is measured; no tokenizer needs as many
-HELD_BACK = "held"  # the set of all general text that is held back
+ONE_SET: Mapping[str, str] = {
+    "held": "general"
+}  # the set of all general text that is held back, and its name in the log
 HELD = 4  # one of so many pieces of the general sample is held back: validation shall be of text that is not trained
 GENERAL = 0.2  # of the samples that training reads: tokens of general text that leave the anchor shall do less harm
 START = 2000  # characters of a document in a sample, so that the tokens that are measured are of many documents
@@ -55,6 +59,9 @@ PIECE = 4000  # characters of a .txt that count as a document
 KINDS = 12  # files of general text, at most, that are validated one by one: a mean can hide what one kind loses
 DOCUMENTS = 20  # or more make up the general text that training reads, so that no single one fills it
 GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 are spread evenly, however many there are
+
+LONGEST = 60  # characters of a set's name
+UNNAMED = re.compile(r"[^\w. -]|[^\u0000-\uffff]")  # what a set's name has a dash for
 
 Place = tuple[Path, int]  # a document: its file and its number there; a .txt is a document for each PIECE of it
 
@@ -111,15 +118,15 @@ def add(asked: AddConfig, words: Sequence[str], train: Callable[[TrainConfig], o
     return write(work / "run", asked, output)
 
 
-def configured(asked: AddConfig, words: Sequence[str], work: Path, kinds: Sequence[str] = (HELD_BACK,)) -> TrainConfig:
+def configured(asked: AddConfig, words: Sequence[str], work: Path, kinds: Mapping[str, str] = ONE_SET) -> TrainConfig:
     """Return the training config of a part: the ready one with its own model, texts and folders, and then `words`.
-    `kinds`: the sets of general text that are held back."""
+    `kinds`: the sets of general text that are held back, with their names."""
     texts = [str(work / "general.jsonl"), str(work / "documents.jsonl")]
     train = [
         {"path": str(work / "data"), "name": asked.name, "weight": 1 - GENERAL},
         {"path": str(work / "general"), "name": f"not-{asked.name}", "weight": GENERAL},
     ]
-    valid = [{"path": str(work / kind), "name": "general" if kind == HELD_BACK else Path(kind).name} for kind in kinds]
+    valid = [{"path": str(work / kind), "name": name} for kind, name in kinds.items()]
     own = [
         f"model.upcycle.source={asked.model}", f"model.upcycle.method.part={asked.name}", f"output={work / 'run'}",
         f"model.upcycle.router.init.texts={json.dumps(texts)}", f"data.train={json.dumps(train)}",
@@ -153,9 +160,10 @@ def starts(paths: Sequence[Path], characters: int) -> list[tuple[Place, str]]:
     return [found[at] for at in sorted(range(len(found)), key=lambda at: at * GOLDEN % 1)]
 
 
-def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, characters: int) -> list[str]:
+def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, characters: int) -> Mapping[str, str]:
     """Write the last lines of the sample of general text, and about so many characters of other documents from all over
-    it. `taken`: the document of each line of the sample. Return the names of the sets to validate on."""
+    it. `taken`: the document of each line of the sample. Return the sets to validate on, with
+    their names: one for each file, if there are a few."""
     if len(taken) < HELD:
         raise ValueError(
             f"general has {len(taken)} pieces of text, and one of {HELD} is held back to see what training changes; "
@@ -167,14 +175,28 @@ def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, charact
     longest = max(PIECE, characters // DOCUMENTS)
     rest = spread(paths, characters, longest, without=set(taken[first:]))
     disk.write_blocks(work / "rest.jsonl", (line(text).encode() for _, text in rest))
-    names = {path: path.name.removesuffix(".zst").rpartition(".")[0] for path, _ in taken[first:]}
-    if not 1 < len(names) <= KINDS or len(set(names.values())) < len(names):
-        return [HELD_BACK]
-    disk.make_folder(work / HELD_BACK)
-    for path, name in names.items():
-        own = (text for text, place in zip(lines[first:], taken[first:], strict=True) if place[0] == path)
-        disk.write_atomic(work / HELD_BACK / f"{name}.jsonl", "".join(own).encode())
-    return [f"{HELD_BACK}/{name}" for name in sorted(names.values())]
+    kinds = named(list(dict.fromkeys(path for path, _ in taken)))
+    if not 1 < len(kinds) <= KINDS:
+        return ONE_SET
+    found = {}
+    disk.make_folder(work / "held")
+    for number, (path, name) in enumerate(sorted(kinds.items())):
+        own = [text for text, place in zip(lines[first:], taken[first:], strict=True) if place[0] == path]
+        disk.write_atomic(work / "held" / f"{number}.jsonl", "".join(own).encode())
+        if own:
+            found[f"held/{number}"] = name
+        else:
+            print(f"{'not validated':<19} {name}: it has too little text to hold some back", file=sys.stderr)
+    return found
+
+
+def named(paths: Sequence[Path]) -> dict[Path, str]:
+    """Name each file after its place below the folder of them all, in characters that a config can hold."""
+    above, names = os.path.commonpath([path.parent for path in paths]), dict[Path, str]()
+    for number, path in enumerate(sorted(paths)):
+        name = UNNAMED.sub("-", str(path.relative_to(above)).removesuffix(".zst").rpartition(".")[0])[:LONGEST]
+        names[path] = f"{name}-{number}" if not name or name in names.values() else name
+    return names
 
 
 def spread(

@@ -7,7 +7,6 @@ import random
 import shutil
 import warnings
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -258,36 +257,62 @@ def test_a_small_text_is_taken_whole(tmp_path: Path) -> None:
     assert sorted(held + rest) == sorted(f"{number} {at}" for number in range(8) for at in range(3))
 
 
-def test_a_few_files_of_general_text_are_validated_one_by_one(place: Path, tmp_path: Path) -> None:
+def test_a_few_files_of_general_text_are_validated_one_by_one(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A mean over all kinds of text can hide what one of them loses."""
-    general = tmp_path / "general"
-    (general / "more").mkdir(parents=True)
-    texts = {"law": "alpha beta", "v1.2 code": "gamma delta"}
-    for name, words in texts.items():
-        jsonl(general / f"{name}.jsonl", [f"{words} {number} " * 8 for number in range(60)])
-    assert sets(general, tmp_path) == ["held/law", "held/v1.2 code"]
-    lines = {name: (tmp_path / "held" / f"{name}.jsonl").read_text().splitlines() for name in texts}
-    assert all(words in line for name, words in texts.items() for line in lines[name])
-    assert sorted(chain(*lines.values())) == sorted((tmp_path / "held.jsonl").read_text().splitlines())
     shutil.copytree(place / "base", tmp_path / "base")
     shutil.copy(place / "law.jsonl", tmp_path / "mine.jsonl")
+    general, work = tmp_path / "general", tmp_path / "mine.work"
+    for folder in ("law", "code", "few"):
+        (general / folder).mkdir(parents=True)
+    kinds = {"code-train": 40, "law-train": 90}  # documents
+    for name, words in zip(kinds, ("code {} def return", "law {} shall be fined"), strict=True):
+        file = general / name.replace("-", "/")
+        jsonl(file.with_suffix(".jsonl"), [words.format(number) * 4 for number in range(kinds[name])])
+    jsonl(general / "few" / "${output}.jsonl", ["one document"])  # a name that a config would read as its own key
     made(tmp_path, "mine", tmp_path / "mine", general="general")
-    rows_of = [json.loads(row) for row in (tmp_path / "mine.work" / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {f"valid/{name}/loss" for name in texts} < set(rows_of[-1])
+    assert "few---output-: it has too little text to hold some back" in capsys.readouterr().err
+    run = json.loads((work / "run" / "run.json").read_text())
+    sets = {source["name"]: Path(source["path"]) for source in run["data"]["valid"]}
+    assert sets.keys() == kinds.keys()
+    held = (work / "held.jsonl").read_text().splitlines()
+    for name, path in sets.items():
+        own = [line for line in held if json.loads(line)["text"].startswith(name.split("-")[0])]
+        assert own and path.with_suffix(".jsonl").read_text().splitlines() == own
+        assert read_meta(path)["documents"] == len(own), "another kind's text was measured"
+    rows_of = [json.loads(row) for row in (work / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {key for key in rows_of[-1] if key.endswith("/loss")} == {f"valid/{name}/loss" for name in kinds}
     card = (tmp_path / "mine" / "README.md").read_text()
-    assert all(f"validation {name} loss" in card for name in texts), "the part's card says what each kind lost"
-    jsonl(general / "more" / "law.jsonl", [f"epsilon {number} " * 8 for number in range(60)])
-    assert sets(general, tmp_path) == ["held"], "two files have one name"
-    (general / "more" / "law.jsonl").rename(general / "other.jsonl")
-    assert len(sets(general, tmp_path)) == 3
-    for number in range(add.KINDS):
-        jsonl(general / f"{number}.jsonl", [f"{number} zeta {at} " * 8 for at in range(60)])
-    assert sets(general, tmp_path) == ["held"], "too many files to tell apart"
+    assert all(f"validation {name} loss" in card for name in kinds), "the part's card says what each kind lost"
 
 
-def sets(general: Path, work: Path) -> list[str]:
-    paths = add.files(str(general))
-    return add.hold_back(paths, add.sample(paths, work / "general.jsonl", 60_000), work, 10_000)
+@pytest.mark.parametrize("count", [1, 12, 13])
+def test_one_file_and_many_files_of_general_text_are_validated_together(tmp_path: Path, count: int) -> None:
+    paths = [tmp_path / f"{number:02d}.jsonl" for number in range(count)]
+    for path in paths:
+        jsonl(path, [f"{path.stem} {at}" for at in range(30)])
+    found = add.hold_back(paths, add.sample(paths, tmp_path / "general.jsonl", 10**6), tmp_path, 10**6)
+    assert list(found.values()) == ([path.stem for path in paths] if count == 12 else ["general"])
+
+
+def test_the_name_of_a_set_fits_into_a_config(tmp_path: Path) -> None:
+    names = [
+        "a.jsonl",
+        "a.jsonl.jsonl",
+        "a.txt",
+        ".jsonl",
+        "...jsonl",
+        "法律 1.jsonl.zst",
+        "\U0001f600=${x}.txt",
+        "\U0001d49c.txt",
+        "x" * 200 + ".txt",
+    ]
+    paths = [tmp_path / name for name in names]
+    found = add.named(paths)
+    assert len(set(found.values())) == len(names) and found.keys() == set(paths)
+    assert found[paths[0]] == "a" and found[paths[5]] == "法律 1" and all(found.values())
+    assert not any(set(name) & set("${}=/\U0001f600\U0001d49c") or len(name) > 70 for name in found.values())
 
 
 def test_long_documents_and_large_files_are_held_back_whole(tmp_path: Path) -> None:
