@@ -49,9 +49,6 @@ from upcycle.planning.size import dense_flops
 from upcycle.text import tokens
 
 CHARACTERS = 10  # of a sample for each token that is measured; no tokenizer needs as many
-ONE_SET: Mapping[str, str] = {
-    "held": "general"
-}  # the set of all general text that is held back, and its name in the log
 HELD = 4  # one of so many pieces of the general sample is held back: validation shall be of text that is not trained
 GENERAL = 0.2  # of the samples that training reads: tokens of general text that leave the anchor shall do less harm
 START = 2000  # characters of a document in a sample, so that the tokens that are measured are of many documents
@@ -59,9 +56,12 @@ PIECE = 4000  # characters of a .txt that count as a document
 KINDS = 12  # files of general text, at most, that are validated one by one: a mean can hide what one kind loses
 DOCUMENTS = 20  # or more make up the general text that training reads, so that no single one fills it
 GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 are spread evenly, however many there are
-
 LONGEST = 60  # characters of a set's name
-UNNAMED = re.compile(r"[^\w. -]|[^\u0000-\uffff]")  # what a set's name has a dash for
+ODD = re.compile(r"[^\w. -]|[^\u0000-\uffff]")  # characters that a dash replaces in a set's name
+
+# sets of general text that is held back: the folder below OUTPUT.work, and the name in the log
+Sets = Mapping[str, str]
+ONE_SET: Sets = {"held": "general"}
 
 Place = tuple[Path, int]  # a document: its file and its number there; a .txt is a document for each PIECE of it
 
@@ -118,9 +118,9 @@ def add(asked: AddConfig, words: Sequence[str], train: Callable[[TrainConfig], o
     return write(work / "run", asked, output)
 
 
-def configured(asked: AddConfig, words: Sequence[str], work: Path, kinds: Mapping[str, str] = ONE_SET) -> TrainConfig:
+def configured(asked: AddConfig, words: Sequence[str], work: Path, kinds: Sets = ONE_SET) -> TrainConfig:
     """Return the training config of a part: the ready one with its own model, texts and folders, and then `words`.
-    `kinds`: the sets of general text that are held back, with their names."""
+    `kinds`: the sets of general text to validate on."""
     texts = [str(work / "general.jsonl"), str(work / "documents.jsonl")]
     train = [
         {"path": str(work / "data"), "name": asked.name, "weight": 1 - GENERAL},
@@ -160,10 +160,9 @@ def starts(paths: Sequence[Path], characters: int) -> list[tuple[Place, str]]:
     return [found[at] for at in sorted(range(len(found)), key=lambda at: at * GOLDEN % 1)]
 
 
-def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, characters: int) -> Mapping[str, str]:
+def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, characters: int) -> Sets:
     """Write the last lines of the sample of general text, and about so many characters of other documents from all over
-    it. `taken`: the document of each line of the sample. Return the sets to validate on, with
-    their names: one for each file, if there are a few."""
+    it. `taken`: the document of each line of the sample. Return the sets to validate on."""
     if len(taken) < HELD:
         raise ValueError(
             f"general has {len(taken)} pieces of text, and one of {HELD} is held back to see what training changes; "
@@ -175,13 +174,18 @@ def hold_back(paths: Sequence[Path], taken: Sequence[Place], work: Path, charact
     longest = max(PIECE, characters // DOCUMENTS)
     rest = spread(paths, characters, longest, without=set(taken[first:]))
     disk.write_blocks(work / "rest.jsonl", (line(text).encode() for _, text in rest))
-    kinds = named(list(dict.fromkeys(path for path, _ in taken)))
-    if not 1 < len(kinds) <= KINDS:
+    paths = list(dict.fromkeys(path for path, _ in taken))
+    if not 1 < len(paths) <= KINDS:
         return ONE_SET
+    return by_file(paths, [(path, text) for (path, _), text in zip(taken[first:], lines[first:], strict=True)], work)
+
+
+def by_file(paths: Sequence[Path], held: Sequence[tuple[Path, str]], work: Path) -> Sets:
+    """Write the lines that are held back of each file, and return the sets; say which files have none."""
     found = {}
     disk.make_folder(work / "held")
-    for number, (path, name) in enumerate(sorted(kinds.items())):
-        own = [text for text, place in zip(lines[first:], taken[first:], strict=True) if place[0] == path]
+    for number, (path, name) in enumerate(named(paths).items()):
+        own = [text for place, text in held if place == path]
         disk.write_atomic(work / "held" / f"{number}.jsonl", "".join(own).encode())
         if own:
             found[f"held/{number}"] = name
@@ -194,7 +198,7 @@ def named(paths: Sequence[Path]) -> dict[Path, str]:
     """Name each file after its place below the folder of them all, in characters that a config can hold."""
     above, names = os.path.commonpath([path.parent for path in paths]), dict[Path, str]()
     for number, path in enumerate(sorted(paths)):
-        name = UNNAMED.sub("-", str(path.relative_to(above)).removesuffix(".zst").rpartition(".")[0])[:LONGEST]
+        name = ODD.sub("-", str(path.relative_to(above)).removesuffix(".zst").rpartition(".")[0])[:LONGEST]
         names[path] = f"{name}-{number}" if not name or name in names.values() else name
     return names
 
